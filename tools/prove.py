@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 KEPT = "diffsynth.kept_attention"
+KEEP_VARIABLE = settings.names_of("keep")[0]
 PARTS = {"losses": "losses", "gradients": "gradients", "weights": "weights after the step"}
 RECORD = Path(__file__).parent / "record"  # its sitecustomize records the step
 STEP_FILE = "PROVE_STEP_FILE"  # the variable that it reads
@@ -43,7 +44,7 @@ def main(
     gpus: Gpus = None,
 ) -> None:
     """Run one step of the command with and without what is kept, and compare. Exit status 1 if the bits differ."""
-    if not prove(command, features, gpus, os.environ.get(settings.KEEP, ""), typer.echo):
+    if not prove(command, features, gpus, os.environ.get(KEEP_VARIABLE, ""), typer.echo):
         raise typer.Exit(1)
 
 
@@ -65,13 +66,13 @@ def prove(
     keep = asked if asked in ("attention", "blocks") else "blocks"
 
     def run(value: str) -> dict[str, Any]:
-        print(f"wanshim: one step with {settings.KEEP}={value}", file=sys.stderr, flush=True)
+        print(f"wanshim: one step with {KEEP_VARIABLE}={value}", file=sys.stderr, flush=True)
         return _step(command, features, gpus, value)
 
     kept, plain = run(keep), run("off")
     state, outcome = kept["outcomes"].get(KEPT, ("off", "off"))
     if state != "exercised":
-        raise ProofFailed(f"{settings.KEEP}={keep} had no effect, so there is nothing to compare: {KEPT} is {outcome}")
+        raise ProofFailed(f"{KEEP_VARIABLE}={keep} had no effect, so there is nothing to compare: {KEPT} is {outcome}")
     compared = {part: _compare(kept[part], plain[part]) for part in PARTS}
     same = all(different == 0 for different, *_ in compared.values())
     if not same and any(_compare(again, plain[part])[0] for part, again in run("off").items() if part in PARTS):
@@ -79,7 +80,7 @@ def prove(
             "two runs of this command without what is kept differ, so there is nothing to compare with",
             hint="Seed what the script draws, and see torch.use_deterministic_algorithms",
         )
-    say(f"one optimizer step with {settings.KEEP}={keep} beside one with {settings.KEEP}=off:")
+    say(f"one optimizer step with {KEEP_VARIABLE}={keep} beside one with {KEEP_VARIABLE}=off:")
     for part, (different, count, largest) in compared.items():
         result = "equal bit for bit" if not different else f"{different} differ, by {largest:.1e} of their norm at most"
         say(f"  {PARTS[part]}: {count}, {result}")
@@ -96,12 +97,12 @@ def _step(command: Sequence[str], features: str | None, gpus: int | None, keep: 
     with tempfile.TemporaryDirectory(prefix="wanshim-proof-") as folder:
         file = Path(folder) / "step.pt"
         path = os.pathsep.join(filter(None, [str(RECORD), os.environ.get("PYTHONPATH")]))
-        environment = {**os.environ, "PYTHONPATH": path, settings.KEEP: keep, STEP_FILE: str(file)}
+        environment = {**os.environ, "PYTHONPATH": path, KEEP_VARIABLE: keep, STEP_FILE: str(file)}
         run = [sys.executable, "-m", "wanshim", "run", "--no-report", *options, "--", *command]
         status = subprocess.run(run, env=environment, check=False).returncode
         if not file.is_file():
             raise ProofFailed(
-                f"the run with {settings.KEEP}={keep} ended with status {status} before its first optimizer step",
+                f"the run with {KEEP_VARIABLE}={keep} ended with status {status} before its first optimizer step",
                 hint="Run the command by itself first: wanshim run -- ...",
             )
         step: dict[str, Any] = torch.load(file, weights_only=True)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from wanshim import advice as _advice  # noqa: F401 - of errors, whichever part of the package raises them
+
 if TYPE_CHECKING:
     from wanshim.activation import activate, deactivate, report
     from wanshim.core.decoding import parallelize_decode, parallelize_encode

@@ -14,14 +14,14 @@ from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from wanshim import settings
+from wanshim import hand_over, settings
 from wanshim.core.ranks import agreement
-from wanshim.errors import FeatureUnavailable, MatrixInvalid, SettingInvalid, sentence
+from wanshim.errors import FeatureUnavailable, SettingInvalid, WanshimError, sentence
 from wanshim.patching import transaction
 from wanshim.patching.feature import Feature
 from wanshim.patching.hooks import ImportHook, is_initializing, when_imported
 from wanshim.patching.probe import SourceTree
-from wanshim.patching.seam import SeamState, State, set_strict
+from wanshim.patching.seam import SeamState, State
 from wanshim.patching.verdict import Verdict
 from wanshim.reporting import Report, ReportRow, SeamRow, check
 from wanshim.select import catalog, features
@@ -63,7 +63,6 @@ class Activation:
         self.hook = ImportHook()
         self.catalog: catalog.Catalog | None = None
         self.settings = settings.Settings()
-        self.strict = False
         self.announce: Callable[[], None] | None = None  # called when a selected framework has been imported
         self.runs: dict[str, FeatureRun] = {}
         self.matrix: Matrix | None = None
@@ -85,7 +84,7 @@ class Activation:
             for path in self.known().matrices:
                 try:
                     known.append(matrix.load(path))
-                except MatrixInvalid as error:
+                except WanshimError as error:
                     _warn("the matrix of a third party's adapters is left out: %s", error)
             self.matrix = matrix.merge(*known)
         return self.matrix
@@ -124,15 +123,16 @@ class Activation:
 
     # -- changes -------------------------------------------------------------------------------------
 
-    def change_to(self, selection: features.Selection, read: settings.Settings, strict: bool) -> None:
+    def change_to(self, selection: features.Selection, read: settings.Settings) -> None:
         """Make `selection` the truth: take out what left it, put in what joined it."""
-        demanded = self._demand(selection, read) if strict else {}
-        self.settings, self.strict = read, strict
-        set_strict(strict)
+        demanded = self._demand(selection, read) if read.strict else {}
+        self.settings = read
         runs = {name: self.runs.get(name) or FeatureRun(self.known().features[name]) for name in selection.reasons}
         for name, run in runs.items():
             run.selected_by, run.named = selection.reasons[name], name in selection.named
             run.decision = demanded.get(name)  # an earlier one may rest on other settings
+            for state in run.seams:
+                state.settings = read
         for name, run in self.runs.items():
             if name not in runs or (run.is_in and not self.decide(run).applies):
                 self._take_out(run)
@@ -191,9 +191,7 @@ class Activation:
             if self._decide(feature, read).verdict is Verdict.REFUSE:
                 raise FeatureUnavailable(reason, hint=f"{name} is selected by {selection.reasons[name]}")
 
-    def look_at_variables(
-        self, selection: features.Selection, read: settings.Settings, strict: bool
-    ) -> tuple[str, ...]:
+    def look_at_variables(self, selection: features.Selection, read: settings.Settings) -> tuple[str, ...]:
         """Sentences on variables that are set and without effect. Each is a warning, unless a parent has said it.
 
         Raises:
@@ -204,8 +202,8 @@ class Activation:
             from wanshim.select import variables
 
             found += variables.without_effect(read, selection.reasons, self.known().features)
-        if self.has_children or not settings.has_parent():
-            if strict and found:
+        if self.has_children or not hand_over.has_parent():
+            if read.strict and found:
                 raise SettingInvalid(found[0])
             for line in found:
                 if line not in self.unread:
@@ -248,7 +246,7 @@ class Activation:
     def _check_strict(self) -> None:
         """Under strict a patch that failed ends the import that it failed in, and every later one."""
         failed = next((run for run in self.runs.values() if run.error is not None), None)
-        if self.strict and failed is not None:
+        if self.settings.strict and failed is not None:
             raise FeatureUnavailable(
                 f"{failed.feature.name} failed and is not in place: {failed.reason}",
                 hint=f"Leave it out with WANSHIM_FEATURES=-{failed.feature.name}, or run without WANSHIM_STRICT",
@@ -406,7 +404,8 @@ os.register_at_fork(
 
 
 def activate(features: str | None = None, *, strict: bool | None = None) -> Report:
-    """Select features and put their patches in, now or when their framework is imported.
+    """Select features and put their patches in, now or when their framework is imported. The variables are read here,
+    once: after a change of one, call it again.
 
     Args:
         features: the WANSHIM_FEATURES grammar, such as `"diffsynth.progress"`, which adds to `auto`, or
@@ -417,33 +416,44 @@ def activate(features: str | None = None, *, strict: bool | None = None) -> Repo
         The report as it stands now; `wanshim.report()` gives a later one.
 
     Raises:
-        FeatureUnknown: a token names no feature; nothing is changed.
-        SettingInvalid, MatrixInvalid: `features`, a variable or the matrix cannot be read, or, strict, a variable that
+        SettingInvalid: a token names no feature; nothing is changed.
+        SettingInvalid, WanshimError: `features`, a variable or the matrix cannot be read, or, strict, a variable that
             is set has no effect; nothing is changed.
         FeatureUnavailable: strict, and a selected feature is unavailable; nothing is changed.
     """
+    return _activate(features, strict)
+
+
+def activate_as_parent() -> None:
+    """Activate with the features of the parent of this process, if it was activated or a variable asks for it."""
+    _activate(hand_over.inherited(), None, only_if_asked=True)
+
+
+def _activate(features: str | None, strict: bool | None, *, only_if_asked: bool = False) -> Report:
     with CURRENT.lock:
-        read = settings.read()
-        if read.disable:
+        asked = settings.read()
+        if only_if_asked and not (hand_over.asked_for() or CURRENT.switched(asked)):
+            return CURRENT.report()
+        if asked.disable:
             CURRENT.clear()
-            CURRENT.note = DISABLED
-            settings.hand_down_nothing()
+            CURRENT.settings, CURRENT.note = asked, DISABLED
+            hand_over.hand_down_nothing()
             return Report((), CURRENT._report_row, selected=(), note=CURRENT.note)
-        strict = read.strict if strict is None else strict
+        read = asked if strict is None else replace(asked, strict=strict)
         selection = CURRENT.select(features, read)
         CURRENT.check_launch(selection, read)
         if CURRENT.plans(selection, read):
-            read = settings.expand_segments(read, torch_started="torch" in sys.modules)
-        unread = CURRENT.look_at_variables(selection, read, strict)
-        CURRENT.change_to(selection, read, strict)
+            read = hand_over.expand_segments(read, torch_started="torch" in sys.modules)
+        unread = CURRENT.look_at_variables(selection, read)
+        CURRENT.change_to(selection, read)
         CURRENT.unread = unread
         agreement.set_fingerprint_provider(CURRENT.fingerprint)
-        if CURRENT.process_report is None and (read.report or read.strict):
+        if CURRENT.process_report is None and (asked.report or asked.strict):
             from wanshim.process_report import ProcessReport
 
             CURRENT.process_report = ProcessReport(CURRENT)
-            CURRENT.process_report.begin(read)
-        settings.hand_down(features)
+            CURRENT.process_report.begin(asked)
+        hand_over.hand_down(features)
         CURRENT.has_children = True
         return CURRENT.report()
 
@@ -453,7 +463,7 @@ def deactivate() -> None:
     with CURRENT.lock:
         CURRENT.clear()
         agreement.set_fingerprint_provider(None)
-        settings.hand_down_nothing()
+        hand_over.hand_down_nothing()
         CURRENT.has_children = False
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
-from wanshim.errors import GenerationInvalid
+from wanshim.errors import ModelInvalid
 from wanshim.patching.pipeline_call import PREPARE, SHARED, Bind, request_of, run, takes
 from wanshim.undo import Undo
 
@@ -57,9 +57,9 @@ def parallelize_pipeline(
 
     Raises:
         SettingInvalid: `gpus` is another text.
-        GenerationInvalid: the pipeline cannot use several GPUs, here or, later, in a call; it is as it was.
+        ModelInvalid: the pipeline cannot use several GPUs, here or, later, in a call; it is as it was.
         FeatureUnavailable: its release of its framework is not known.
-        DeadlineInvalid: `deadline` cannot be waited.
+        SettingInvalid: `deadline` cannot be waited.
     """
     from wanshim import activation
     from wanshim.core.generation import NotShared, Request, SharedPipeline
@@ -117,8 +117,8 @@ def _log(plan: GenerationPlan) -> None:
     logging.getLogger("wanshim").info("wanshim: %s", plan)
 
 
-def _invalid(pipe: Any, reason: str) -> GenerationInvalid:
-    return GenerationInvalid(
+def _invalid(pipe: Any, reason: str) -> ModelInvalid:
+    return ModelInvalid(
         f"{type(pipe).__name__} cannot use several GPUs: {reason}",
         hint="docs/how-to/generate.md lists what can",
     )

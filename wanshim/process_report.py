@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 
-from wanshim import settings
+from wanshim import hand_over, settings
 from wanshim.errors import FeatureUnavailable
 from wanshim.patching import seam
 from wanshim.patching.seam import SeamState, State
@@ -63,7 +63,7 @@ class ProcessReport:
 
     def __init__(self, process: Process) -> None:
         self.process = process
-        self._is_program = settings.is_program()
+        self._is_program = hand_over.is_program()
         self._ended_in = 0  # the process that has printed its end: a forked child has one of its own
         self._started_in = os.getpid()
         self._is_child = any("multiprocessing." in argument for argument in sys.orig_argv)
@@ -72,7 +72,7 @@ class ProcessReport:
         """Print from now on what `read` asks for."""
         if any("wanshim.core.workers." in argument for argument in sys.orig_argv):
             return
-        if read.strict and not self._is_child and settings.has_run():
+        if read.strict and not self._is_child and hand_over.has_run():
             atexit.register(self._check_strict)  # before all others, so that it runs after them
         if not read.report or read.local_rank != 0:
             return
@@ -203,7 +203,7 @@ class ProcessReport:
         done = {row.feature.partition(".")[2] for row in selected if row.state in DONE or row.fallbacks}
         tried = {row.feature.partition(".")[2] for row in selected if row.failed_calls}
         wanted = self.process.settings.generate is not None and (self._is_program or "torch" in sys.modules)
-        asked = {"model_split": settings.is_rank(), "generate": wanted}
+        asked = {"model_split": hand_over.is_rank(), "generate": wanted}
         sentences = {"model_split": TRAINED_NOTHING, "generate": GENERATED_NOTHING}
         return [text for ability, text in sentences.items() if asked[ability] and ability not in done | tried]
 

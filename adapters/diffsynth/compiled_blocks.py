@@ -100,8 +100,7 @@ def _what_was_done(compiled: CompiledBlocks) -> str:
 
 
 def _apply(run: Run, row: Row) -> None:
-    strict = run.read.strict and run.read.sources.get("compile") != settings.FAST  # which asks for what is available
-    compile_blocks(run.call.pipe, run.undo, row, run.plan, strict=strict)
+    compile_blocks(run.call.pipe, run.undo, row, run.plan, strict=run.read.insists_on("compile"))
 
 
 STEP = Step(

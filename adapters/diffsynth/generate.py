@@ -96,7 +96,7 @@ def _tokens(pipe: Any) -> tuple[str, int]:
     """Why the tokens of a forward cannot go over GPUs, or empty; and its attention heads."""
     from wanshim.adapters.diffsynth.splitting import sequence, wan
     from wanshim.core.sequence import check_shardable
-    from wanshim.errors import SequenceInvalid
+    from wanshim.errors import ModelInvalid
 
     second = wan.FAMILY.second_of(pipe)
     heads = []
@@ -106,7 +106,7 @@ def _tokens(pipe: Any) -> tuple[str, int]:
             return reason, 0
         try:
             heads.append(check_shardable(sequence.block_lists(expert)))
-        except SequenceInvalid as error:
+        except ModelInvalid as error:
             return str(error), 0
     return "", min(heads)
 

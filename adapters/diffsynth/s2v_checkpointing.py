@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from wanshim.errors import OffloadInvalid
+from wanshim.errors import WanshimError
 from wanshim.patching import Feature, Seam, SeamState
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def _inject_out_of_place(original: Callable[..., Any], seam: SeamState) -> Calla
             numbers[hidden_states] = block_idx
         else:  # a checkpoint runs the injection again, with the tensor it was first given
             if hidden_states not in numbers:
-                raise OffloadInvalid(
+                raise WanshimError(
                     "S2V's injection is computed again for a tensor that it was not given in forward: the block it "
                     "belongs to is not known, and the last one's would give wrong gradients",
                     expected="checkpoints that stay on the GPU",

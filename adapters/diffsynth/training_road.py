@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from wanshim.errors import FeatureUnavailable
 from wanshim.patching import Feature, Kind, Seam, SeamState
-from wanshim.settings import FAST, Settings
+from wanshim.settings import Settings
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
@@ -348,7 +348,7 @@ def _say_without_effect(step: Step, seam: SeamState) -> bool:
         f"{variable} has no effect on this training loop, {step.without}: "
         "an optimizer steps outside of DiffSynth's launch_training_task"
     )
-    if read.strict and variable != FAST:  # which asks for what is available
+    if read.insists_on(step.setting):
         raise FeatureUnavailable(reason, hint=f"Train through launch_training_task, or unset {variable}")
     seam.enter()
     seam.fall_back(reason)

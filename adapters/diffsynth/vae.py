@@ -170,13 +170,13 @@ def _bind(verb: str, vae: Any) -> Binding:
     """The core in what `decode` and `encode` call for each video without tiles.
 
     Raises:
-        VaeInvalid: the VAE is not built as the releases this adapter knows build it, or has methods of its own.
+        ModelInvalid: the VAE is not built as the releases this adapter knows build it, or has methods of its own.
     """
     from wanshim.core.decoding import Binding
-    from wanshim.errors import VaeInvalid
+    from wanshim.errors import ModelInvalid
 
     if (own := _own_method(verb, vae)) is not None:
-        raise VaeInvalid(
+        raise ModelInvalid(
             f"{type(vae).__qualname__}: {own}",
             expected=f"a VAE that {verb}s as DiffSynth does",
             hint=f"Its {verb} is left as it was",
@@ -188,7 +188,7 @@ def _bind_qwen_image(verb: str, vae: Any) -> Binding:
     """The core in `decode` or `encode`, which take images, and in those of videos where the release has them.
 
     Raises:
-        VaeInvalid: the VAE is not built as the releases this adapter knows build it.
+        ModelInvalid: the VAE is not built as the releases this adapter knows build it.
     """
     from wanshim.core.decoding import Binding
 

@@ -199,7 +199,7 @@ def _why_no_pair(given: Mapping[str, Any]) -> str:
 def _why_no_sequence(model: Any) -> str:
     """Why the tokens of a transformer's forward cannot go over GPUs; empty if they can."""
     from wanshim.core.sequence import check_shardable
-    from wanshim.errors import SequenceInvalid
+    from wanshim.errors import ModelInvalid
 
     name = type(model).__name__
     if name not in SHARDED:
@@ -213,7 +213,7 @@ def _why_no_sequence(model: Any) -> str:
             return f"the attention of {name} is {type(attention.processor).__qualname__}, which is not known"
     try:
         check_shardable(lists)
-    except SequenceInvalid as error:
+    except ModelInvalid as error:
         return str(error)
     return _why_no_qwen_blocks() if hasattr(model, "transformer_blocks") else ""
 

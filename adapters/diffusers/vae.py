@@ -118,14 +118,14 @@ def _bind(verb: str, vae: Any) -> Binding:
     """The core in `_decode` or `_encode`, which `decode` and `encode` call, once per sample when slicing is on.
 
     Raises:
-        VaeInvalid: the VAE is not built as the releases this adapter knows build it, or another library uses it in
+        ModelInvalid: the VAE is not built as the releases this adapter knows build it, or another library uses it in
             parallel already.
     """
     from wanshim.core.decoding import Binding
-    from wanshim.errors import VaeInvalid
+    from wanshim.errors import ModelInvalid
 
     if (holder := _holder(vae, verb)) is not None:
-        raise VaeInvalid(
+        raise ModelInvalid(
             f"{type(vae).__qualname__}: {holder}",
             expected=f"a VAE that nobody else {verb}s in parallel",
             hint=f"Switch the other one off for the VAE to use this one; its {verb} is left as it was",

@@ -45,22 +45,22 @@ def _read(verb: str, vae: Any) -> Graph:
     """The decoder or encoder.
 
     Raises:
-        VaeInvalid: the VAE is not built as the releases this adapter knows build it, was loaded without its encoder, or
-            is the light VAE, which upsamples the first frame in time too.
+        ModelInvalid: the VAE is not built as the releases this adapter knows build it, was loaded without its encoder,
+            or is the light VAE, which upsamples the first frame in time too.
     """
     import torch
 
     from wanshim.core.decoding import read_graph
-    from wanshim.errors import VaeInvalid
+    from wanshim.errors import ModelInvalid
 
     if verb == "encode":
         if not hasattr(vae, "encoder"):
-            raise VaeInvalid(
+            raise ModelInvalid(
                 "this VAE was loaded without its encoder", expected="load_encoder=True in its configuration"
             )
         return read_graph(vae, verb, own=lambda vae, video: vae.encode(video).parameters)
     if getattr(vae.config, "use_light_vae", False):
-        raise VaeInvalid(
+        raise ModelInvalid(
             "this VAE is FastVideo's light VAE", expected="the Wan 2.1 or 2.2 VAE", hint="Its decode is left as it was"
         )
     return read_graph(vae, output_dtype=torch.float32, own=lambda vae, z: vae.decode(z))

@@ -137,14 +137,14 @@ def _bind(verb: str, vae: Any) -> Binding:
     """The core in `_decode` or `_encode`, in place of the tile executor and the spatial shard behind it.
 
     Raises:
-        VaeInvalid: the VAE is not built as the releases this adapter knows build it, or vLLM-Omni's spatial shard has
+        ModelInvalid: the VAE is not built as the releases this adapter knows build it, or vLLM-Omni's spatial shard has
             replaced its convolutions already.
     """
     from wanshim.core.decoding import Binding
-    from wanshim.errors import VaeInvalid
+    from wanshim.errors import ModelInvalid
 
     if verb == "decode" and getattr(vae, "_vllm_omni_wan_spatial_shard_installed", False):
-        raise VaeInvalid(
+        raise ModelInvalid(
             "vLLM-Omni's spatial shard has rebuilt this decoder",
             expected="a decoder as it was loaded",
             hint="Use --vae-parallel-mode tile, or leave the decode to vLLM-Omni",

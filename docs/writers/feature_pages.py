@@ -72,7 +72,6 @@ def _switch(feature: Feature) -> Iterator[str]:
         yield f"- by name: `WANSHIM_FEATURES={feature.name}`, or `wanshim.activate('{feature.name}')`"
     if feature.switches:
         names = [name for switch in feature.switches for name in settings.names_of(switch)]
-        names += [settings.DUAL_GPU] if "devices" in feature.switches else []
         yield "- by its variable: " + " or ".join(f"`{name}`" for name in names)
     if feature.needs_devices:
         yield f"- it takes {feature.needs_devices} GPUs where `WANSHIM_DEVICES` names none"

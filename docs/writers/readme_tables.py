@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
+from wanshim import settings
 from wanshim.patching.verdict import Verdict
 from wanshim.select import catalog, variables
 from wanshim.select.matrix import Matrix, Row
@@ -132,8 +133,8 @@ def variable_table() -> str:
         lines += [f"### {task[0].upper()}{task[1:]}", ""]
         lines += [f"Explained in [{page}](docs/{page})." if page != "reference/variables.md" else "", ""]
         own = {field: variable for field, variable in variables.VARIABLES.items() if variable.task == task}
-        named = {field: " or ".join(f"`{name}`" for name in variables.names(field)) for field in own}
-        rows = ((named[field], f"`{variable.example}`", variable.meaning) for field, variable in own.items())
+        named = {field: " or ".join(f"`{name}`" for name in settings.names_of(field)) for field in own}
+        rows = ((named[field], f"`{variable.example}`", settings.meaning_of(field)) for field, variable in own.items())
         lines += [table("variable | example | meaning", rows), ""]
     return "\n".join(lines[:-1])
 

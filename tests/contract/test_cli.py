@@ -668,7 +668,7 @@ def options_of(group: Any, name: str = "wanshim") -> list[str]:
 
 def test_public_names_are_those_written_down() -> None:
     """A name that users write into scripts never changes by accident: change it in public_names.json too."""
-    variables = {name for field in settings.VARIABLES for name in settings.names_of(field)} | {settings.DUAL_GPU}
+    variables = {name for field in settings.VARIABLES for name in settings.names_of(field)}
     assert json.loads(PUBLIC_NAMES.read_text()) == {
         "python": sorted(wanshim.__all__),
         "variables": sorted(variables),

@@ -436,7 +436,7 @@ def test_child_that_cannot_activate_says_so_in_one_line_and_runs() -> None:
     assert (done.returncode, done.stdout) == (0, "1\n")
     (line,) = done.stderr.splitlines()
     assert line.startswith("wanshim: not active in process ")
-    assert "FeatureUnknown: WANSHIM_FEATURES names 'nope'" in line
+    assert "SettingInvalid: WANSHIM_FEATURES names 'nope'" in line
 
 
 def test_disabled_run_is_the_program_alone() -> None:

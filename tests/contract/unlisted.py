@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from wanshim import settings
 from wanshim.doctor import diagnosis
 from wanshim.patching import Feature, Framework, SourceTree
 from wanshim.patching.probe import find
@@ -126,7 +127,7 @@ class UnlistedCode:
     ) -> None:
         hidden = without_row(known, installed.name, installed_version(installed))
         monkeypatch.setattr(matrix, "load", lambda: hidden)
-        rows = {row.feature: row for row in diagnosis.examine("none").rows}
+        rows = {row.feature: row for row in diagnosis.examine(settings.read(), "none").rows}
         features = judged(installed, known)
         assert features
         for feature, verdict in features.items():

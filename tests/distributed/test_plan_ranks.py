@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from tests.distributed.decoding.ranks import run_ranks, values
 from wanshim.core.strategy import KeptOn, Limits, StepSettings, Strategy, TrainingPlan, agreed
-from wanshim.errors import PlacementInvalid, PlanFailed
+from wanshim.errors import PlacementInvalid, RanksFailed
 
 
 def plan(rank: int, device: str, available: int, changes: dict[str, str]) -> TrainingPlan:
@@ -57,7 +57,7 @@ def less_host_memory_on_one(rank: int) -> list[object]:
 def other_changes(rank: int) -> str:
     try:
         case(rank, 7, {"compiled": "blocks are compiled"} if rank else {}, [])
-    except PlanFailed as error:
+    except RanksFailed as error:
         return str(error)
     return "agreed"
 
@@ -70,7 +70,7 @@ def one_fails(rank: int) -> str:
 
     try:
         agreed(lambda limits: plan(0, "cuda:0", 7, {}), measure, wait_s=60)
-    except (PlanFailed, PlacementInvalid) as error:
+    except (RanksFailed, PlacementInvalid) as error:
         return f"{type(error).__name__}: {error}"
     return "agreed"
 
@@ -79,7 +79,7 @@ def one_leaves_it_to_the_framework(rank: int) -> str:
     own = TrainingPlan(strategy=Strategy.RESIDENT, devices=("cuda:0",), step=None)
     try:
         agreed(lambda limits: plan(0, "cuda:0", 7, {}) if rank else own, Limits, wait_s=60)
-    except PlanFailed as error:
+    except RanksFailed as error:
         return str(error)
     return "agreed"
 
@@ -108,7 +108,7 @@ def test_ranks_run_by_one_plan_or_none() -> None:
     assert first["other_changes"] == second["other_changes"]
     assert "rank 0: sequence on cuda:0" in first["other_changes"]
     assert "blocks are compiled" in first["other_changes"]
-    assert first["one_fails"].startswith("PlanFailed: no plan for this job: rank 1: PlacementInvalid: no step fits")
+    assert first["one_fails"].startswith("RanksFailed: no plan for this job: rank 1: PlacementInvalid: no step fits")
     assert second["one_fails"].startswith("PlacementInvalid: no step fits here")
     assert first["one_leaves_it_to_the_framework"] == second["one_leaves_it_to_the_framework"]
     assert "rank 0: resident on cuda:0" in second["one_leaves_it_to_the_framework"]

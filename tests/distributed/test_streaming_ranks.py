@@ -95,6 +95,6 @@ def test_shared_memory_that_is_too_small_is_named_and_leaves_nothing(tmp_path: P
     with pytest.raises(HostMemoryInvalid, match="GiB of shared memory in"):
         shared_memory._create(2**60, tmp_path)
     assert not list(tmp_path.iterdir())
-    with pytest.raises(shared_memory.StreamingInvalid, match=r"local ranks \[1\] of here did not come"):
+    with pytest.raises(shared_memory.WanshimError, match=r"local ranks \[1\] of here did not come"):
         shared_memory.allocate(1024, host, tmp_path)
     assert not list(tmp_path.iterdir())

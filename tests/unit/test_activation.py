@@ -19,7 +19,7 @@ import pytest
 import wanshim
 from tests.unit.fake_framework import DECODE, DIT, REPAIR, VAE, Fake, a_seam, fails, ours, wan
 from wanshim import activation
-from wanshim.errors import FeatureUnavailable, FeatureUnknown, SettingInvalid
+from wanshim.errors import FeatureUnavailable, SettingInvalid
 from wanshim.launch.boot.plugin import activate_in_worker
 from wanshim.patching import Framework, Kind, Seam, SeamState, hooks, seam
 from wanshim.patching.probe import Verdict
@@ -393,7 +393,7 @@ def test_variables_that_a_parent_has_looked_at_are_in_the_report_alone(
 @pytest.mark.parametrize(
     ("text", "variables", "error"),
     [
-        ("repare", {}, FeatureUnknown),
+        ("repare", {}, SettingInvalid),
         ("decode", {"WANSHIM_DEVICES": ","}, SettingInvalid),
         (["decode"], {}, SettingInvalid),
     ],
@@ -505,6 +505,31 @@ def test_framework_that_is_not_installed_is_quiet_under_auto_and_named_otherwise
     ]
     with pytest.raises(FeatureUnavailable, match="no package fakewan is installed here"):
         wanshim.activate("repair", strict=True)
+
+
+def test_a_seam_has_what_activate_read_until_the_next_activate(wan: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And parses no variable itself: one that became invalid meanwhile ends no call."""
+    seen: list[tuple[str | None, bool]] = []
+
+    def watched(original: Callable[..., Any], state: SeamState) -> Callable[..., Any]:
+        def forward(*args: Any) -> Any:
+            seen.append((state.settings.vae_mode, state.settings.strict))
+            return original(*args)
+
+        return forward
+
+    wan.offer(replace(REPAIR, seams=(replace(REPAIR.seams[0], replace=watched),)))
+    monkeypatch.setenv("WANSHIM_VAE_MODE", "spatial")
+    wanshim.activate()
+    dit = wan.dit()
+    dit.forward(1)
+    monkeypatch.setenv("WANSHIM_VAE_MODE", "temporal")
+    dit.forward(1)
+    wanshim.activate(strict=True)  # an argument beats the variable, for the seams too
+    dit.forward(1)
+    monkeypatch.setenv("WANSHIM_VAE_MODE", "no such mode")
+    dit.forward(1)
+    assert seen == [("spatial", False)] * 2 + [("temporal", True)] * 2
 
 
 def test_settings_that_now_forbid_a_feature_take_it_out(wan: Fake, monkeypatch: pytest.MonkeyPatch) -> None:

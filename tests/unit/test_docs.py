@@ -168,14 +168,14 @@ def test_every_example_of_a_variable_is_a_value_that_it_takes() -> None:
     from wanshim.select import variables
 
     for field, variable in variables.VARIABLES.items():
-        name = variables.names(field)[0]
+        name = settings.names_of(field)[0]
         assert field in settings.read({name: variable.example}).sources, name
 
 
 def test_variables_and_features_that_pages_name_exist() -> None:
-    from wanshim import settings
+    from wanshim import hand_over, settings
 
-    known = {name for field in settings.VARIABLES for name in settings.names_of(field)} | {settings.INHERITED}
+    known = {name for field in settings.VARIABLES for name in settings.names_of(field)} | {hand_over.INHERITED}
     features = discover().features.keys()
     frameworks = {name.partition(".")[0] for name in features}
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "deploy").iterdir())]:

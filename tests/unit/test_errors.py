@@ -27,6 +27,23 @@ def test_message_joins_its_parts_as_sentences(error: WanshimError, text: str) ->
     assert str(error) == text
 
 
+@pytest.mark.parametrize(
+    ("hint", "text"),
+    [
+        (None, "found x. Set WANSHIM_KEEP=off."),
+        ("Do z", "found x. Do z. Set WANSHIM_KEEP=off."),
+    ],
+)
+def test_an_error_of_core_gets_the_user_s_next_step_by_its_topic(hint: str | None, text: str) -> None:
+    error = WanshimError("found x", hint=hint, topic="keep_off")
+    assert str(error) == str(pickle.loads(pickle.dumps(error))) == text
+
+
+def test_a_step_may_go_on_with_the_sentence_of_the_hint() -> None:
+    error = WanshimError("found x", hint="Remove it", topic="cache_directory")
+    assert str(error) == "found x. Remove it, or name another directory with WANSHIM_CACHE_DIR."
+
+
 def kinds() -> list[type]:
     found = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
     assert len(found) > 5

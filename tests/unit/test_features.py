@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanshim.errors import FeatureUnknown
+from wanshim.errors import SettingInvalid
 from wanshim.select.features import BASES, Selection, select
 
 AUTO = {
@@ -25,7 +25,7 @@ def chosen(text: str, switches: dict[str, str] | None = None) -> list[str]:
 
 
 def message(text: str) -> str:
-    with pytest.raises(FeatureUnknown) as caught:
+    with pytest.raises(SettingInvalid) as caught:
         select(text, AUTO)
     return str(caught.value)
 
@@ -191,6 +191,6 @@ def test_named_features_are_selected_and_every_reason_is_a_token_of_the_text(tex
 def test_any_text_selects_or_raises_our_error(text: str) -> None:
     try:
         found = set(select(text, AUTO).reasons)
-    except FeatureUnknown:
+    except SettingInvalid:
         found = set()
     assert found <= set(AUTO)

@@ -94,7 +94,7 @@ USES: dict[str, Callable[[], object]] = {
 def test_child_is_refused_the_process_group_of_its_parent(use: str) -> None:
     USES[use]()
     answer = in_forked_child(USES[use])
-    assert answer.startswith("UsedAfterFork: process ")
+    assert answer.startswith("WanshimError: process ")
     assert "its process group is that rank's" in answer
     USES[use]()  # the parent's still works
 
@@ -138,7 +138,7 @@ def test_child_is_refused_the_pipeline_the_offload_and_the_decoder_of_its_parent
 
     for use in (pipeline.join, saves, decodes):
         use()
-        assert in_forked_child(use).startswith("UsedAfterFork: ")
+        assert in_forked_child(use).startswith("WanshimError: ")
     pipeline.remove()
 
 

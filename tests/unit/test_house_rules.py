@@ -15,16 +15,11 @@ SOURCES = sorted(path for room in ("adapters", "wanshim") for path in (ROOT / ro
 CORE = [path for path in SOURCES if path.is_relative_to(ROOT / "wanshim" / "core")]
 
 # Where the environment is read, once a call, and why there. What is below takes the settings, or one of them.
-SEAM = "a seam's replacement, or the function that is all of it"
 ENTRY_POINTS = {
-    "wanshim/activation.py:activate": "activation",
-    "wanshim/launch/boot/launchers.py:_why_not": "a launcher, before it starts anything",
-    "wanshim/launch/boot/plugin.py:activate_in_worker": "the start of a worker, before it activates anything",
+    "wanshim/activation.py:_activate": "activation, which hands them to each seam",
     "wanshim/launch/gpu_processes.py:_read": "the commands `wanshim run`, `wanshim doctor` and `wanshim generate`",
     "wanshim/cli/monitor.py:_serve": "a command",
-    "wanshim/doctor/diagnosis.py:examine": "the command `wanshim doctor`",
     "wanshim/pipelines.py:parallelize_pipeline": "a call of the user's, which no activation preceded",
-    "wanshim/patching/seam.py:settings": "a call of any seam",
 }
 
 # A switch is a variable, an option of a command line, or the launcher that takes it.
@@ -86,11 +81,11 @@ def test_core_names_no_variable_no_option_and_no_launcher() -> None:
     assert named == []
 
 
-def test_core_uses_every_hint() -> None:
-    from wanshim.errors import HINTS
+def test_each_topic_of_an_error_of_core_has_advice_and_each_advice_a_topic() -> None:
+    from wanshim.errors import ADVICE
 
-    used = {name for path in CORE for name in re.findall(r"\bhint\([\"'](\w+)[\"']\)", path.read_text())}
-    assert used == set(HINTS)
+    used = {name for path in CORE for name in re.findall(r"\btopic ?= ?\"(\w+)\"", path.read_text())}
+    assert used == set(ADVICE)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ DEFERRED = {"hashlib", "socket", "json", "logging", "traceback", "datetime", "ya
 OWN = {
     "wanshim",
     "wanshim.activation",
+    "wanshim.advice",
     "wanshim.select.catalog",
     "wanshim.core",
     "wanshim.core.ranks",
@@ -40,6 +41,7 @@ OWN = {
     "wanshim.core.shared.forks",
     "wanshim.core.shared.text",
     "wanshim.errors",
+    "wanshim.hand_over",
     "wanshim.select.features",
     "wanshim.launch",
     "wanshim.patching",
@@ -53,6 +55,7 @@ OWN = {
     "wanshim.patching.transaction",
     "wanshim.reporting",
     "wanshim.settings",
+    "wanshim.values",
     "wanshim.patching.verdict",
     "wanshim.select",
     "wanshim.adapters",

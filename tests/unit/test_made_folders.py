@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from wanshim import settings
+from wanshim import hand_over
 from wanshim.launch.boot import made_folders
 
 Make = Callable[..., None]
@@ -24,7 +24,7 @@ def ranks(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list
     run.mkdir()
     made = []
     for rank in range(2):
-        monkeypatch.setattr(settings, "failure_file", lambda rank=rank: run / str(rank))
+        monkeypatch.setattr(hand_over, "failure_file", lambda rank=rank: run / str(rank))
         made.append(made_folders._once_by_all(request.param))
     return made
 

@@ -10,7 +10,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from wanshim.errors import MatrixInvalid
+from wanshim.errors import WanshimError
 from wanshim.patching.probe import Verdict
 from wanshim.select import catalog, matrix
 from wanshim.select.matrix import Cell, Matrix, Row
@@ -50,7 +50,7 @@ def load(folder: Path, text: str) -> Matrix:
 
 
 def faults(folder: Path, text: str) -> list[str]:
-    with pytest.raises(MatrixInvalid) as caught:
+    with pytest.raises(WanshimError) as caught:
         load(folder, text)
     first, *rest = str(caught.value).removesuffix(".").splitlines()
     assert first == f"{folder / 'compat_matrix.yaml'} has faults:"
@@ -198,7 +198,7 @@ def test_wrong_shape_is_a_fault_not_a_crash(tmp_path: Path, text: str, fault: st
 
 
 def test_broken_yaml_is_one_error_with_line_and_next_step(tmp_path: Path) -> None:
-    with pytest.raises(MatrixInvalid) as caught:
+    with pytest.raises(WanshimError) as caught:
         load(tmp_path, "schema: 1\nframeworks: {f: ]")
     text = str(caught.value)
     assert text.startswith(f"{tmp_path / 'compat_matrix.yaml'} cannot be read: ")
@@ -208,13 +208,13 @@ def test_broken_yaml_is_one_error_with_line_and_next_step(tmp_path: Path) -> Non
 
 def test_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
     mark = tmp_path / "ran"
-    with pytest.raises(MatrixInvalid, match="cannot be read"):
+    with pytest.raises(WanshimError, match="cannot be read"):
         load(tmp_path, f"schema: !!python/object/apply:os.mkdir ['{mark}']")
     assert not mark.exists()
 
 
 def test_missing_file_is_one_error_that_names_it(tmp_path: Path) -> None:
-    with pytest.raises(MatrixInvalid) as caught:
+    with pytest.raises(WanshimError) as caught:
         matrix.load(tmp_path / "gone.yaml")
     assert str(tmp_path / "gone.yaml") in str(caught.value)
     assert "No such file" in str(caught.value)
@@ -222,7 +222,7 @@ def test_missing_file_is_one_error_that_names_it(tmp_path: Path) -> None:
 
 def test_file_that_is_no_text_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "m.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(MatrixInvalid, match="cannot be read"):
+    with pytest.raises(WanshimError, match="cannot be read"):
         matrix.load(tmp_path / "m.yaml")
 
 
@@ -268,7 +268,7 @@ def test_cell_like_a_row_above_takes_its_code_but_not_how_it_was_tested(tmp_path
     ],
 )
 def test_cell_like_with_a_fault_is_named_with_its_place(tmp_path: Path, cell: str, place: str) -> None:
-    with pytest.raises(MatrixInvalid, match=place):
+    with pytest.raises(WanshimError, match=place):
         load_shared(tmp_path, cell)
 
 

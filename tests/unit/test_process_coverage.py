@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from wanshim import settings
 from wanshim.doctor import diagnosis, process_coverage
 from wanshim.doctor.process_coverage import TABLE, Environment, findings
 from wanshim.launch.interpreter_options import skipping_option
@@ -54,14 +55,14 @@ def test_vllm_plugins_without_vllm_omni_is_no_finding() -> None:
 def test_doctor_fails_under_strict_where_a_process_is_not_reached(monkeypatch: pytest.MonkeyPatch, strict: str) -> None:
     monkeypatch.setattr("wanshim.doctor.process_coverage.here", lambda: FAULTS["vllm_plugins_hides_wanshim"])
     monkeypatch.setenv("WANSHIM_STRICT", strict)
-    assert diagnosis.examine("none").is_well is (strict == "0")
+    assert diagnosis.examine(settings.read(), "none").is_well is (strict == "0")
 
 
 def test_doctor_carries_the_findings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wanshim.doctor.process_coverage.here", lambda: FAULTS["vllm_plugins_hides_wanshim"])
-    assert [f.name for f in diagnosis.examine("none").unreached] == ["vllm_plugins_hides_wanshim"]
+    assert [f.name for f in diagnosis.examine(settings.read(), "none").unreached] == ["vllm_plugins_hides_wanshim"]
     monkeypatch.setenv("WANSHIM_DISABLE", "1")
-    assert diagnosis.examine().unreached == ()
+    assert diagnosis.examine(settings.read()).unreached == ()
 
 
 @pytest.mark.parametrize(

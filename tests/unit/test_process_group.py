@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from wanshim.core.training.process_group import parse_timeout_s, read_timeouts, with_timeout
-from wanshim.errors import DeadlineInvalid
+from wanshim.errors import SettingInvalid
 
 HALF_HOUR = timedelta(minutes=30)
 
@@ -57,7 +57,7 @@ def test_timeout_of_a_further_group_needs_new_group_too(init: Callable[..., Any]
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf")])
 def test_timeout_that_is_no_time_is_refused(seconds: float) -> None:
-    with pytest.raises(DeadlineInvalid, match=r"timeout of a process group=.* Expected seconds above zero"):
+    with pytest.raises(SettingInvalid, match=r"timeout of a process group=.* Expected seconds above zero"):
         parse_timeout_s(seconds)
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from wanshim import activation, settings
+from wanshim import activation, hand_over, settings
 from wanshim.errors import SettingInvalid
 from wanshim.settings import Settings
 
 PLANS = (
-    "one of auto, pipeline, split, stream, sequence, or with a number: stream:20 for 20 streamed blocks, "
+    "one of auto, stream, pipeline, split, sequence, or with a number: stream:20 for 20 streamed blocks, "
     "sequence:2 for groups of 2 processes"
 )
 SECONDS = "seconds above zero, such as 1800, and at most 2592000 (30 days)"
@@ -88,7 +89,7 @@ def test_plan_of_a_process_for_each_gpu_contradicts_devices_of_one_process() -> 
 
 def test_empty_value_counts_as_unset() -> None:
     names = [name for field in settings.VARIABLES for name in settings.names_of(field)]
-    assert settings.read(dict.fromkeys([*names, settings.DUAL_GPU], "")) == Settings()
+    assert settings.read(dict.fromkeys(names, "")) == Settings()
 
 
 @pytest.mark.parametrize("value", ["1", "true", "YES", " on "])
@@ -144,7 +145,9 @@ def test_upstream_names_stand_for_two_gpus_and_the_split_point() -> None:
 
 
 def test_upstream_name_that_says_no_changes_nothing() -> None:
-    assert settings.read({"DIFFSYNTH_DUAL_GPU": "false"}) == Settings()
+    found = settings.read({"DIFFSYNTH_DUAL_GPU": "false"})
+    assert replace(found, sources={}) == Settings()
+    assert not found.is_on("devices")
 
 
 def test_own_names_beat_the_upstream_names() -> None:
@@ -310,17 +313,17 @@ def test_allocator_is_set_up_beside_what_the_user_says_and_put_back(
         monkeypatch.delenv(name, raising=False)
     for name, text in own.items():
         monkeypatch.setenv(name, text)
-    found = settings.expand_segments(Settings(), torch_started=False)
+    found = hand_over.expand_segments(Settings(), torch_started=False)
     assert found.expandable_segments is bool(value)
     assert {name: os.environ[name] for name in settings.ALLOCATOR if name in os.environ} == own | value
-    settings.hand_down_nothing()
+    hand_over.hand_down_nothing()
     assert {name: os.environ[name] for name in settings.ALLOCATOR if name in os.environ} == own
 
 
 def test_allocator_that_has_started_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in settings.ALLOCATOR:
         monkeypatch.delenv(name, raising=False)
-    assert not settings.expand_segments(Settings(), torch_started=True).expandable_segments
+    assert not hand_over.expand_segments(Settings(), torch_started=True).expandable_segments
     assert not set(settings.ALLOCATOR) & set(os.environ)
 
 
@@ -359,21 +362,21 @@ def test_without_the_word_nothing_is_fast() -> None:
 
 def test_a_command_is_one_process_and_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WANSHIM_RUN_FAILURE", str(tmp_path / "0"))
-    monkeypatch.setattr(settings, "_claimed", [])
+    monkeypatch.setattr(hand_over, "_claimed", [])
     monkeypatch.delenv("WANSHIM_INHERITED", raising=False)
     (tmp_path / "0.reached").write_text(str(os.getppid()))
-    assert (settings.is_program(), settings.claim_program()) == (False, False)
-    settings.mark_reached()
-    monkeypatch.setattr(settings, "_claimed", [])
-    assert (settings.is_program(), settings.claim_program(), settings.claim_program()) == (True, True, False)
-    settings.leave_rank()
-    assert settings.is_program()
+    assert (hand_over.is_program(), hand_over.claim_program()) == (False, False)
+    hand_over.mark_reached()
+    monkeypatch.setattr(hand_over, "_claimed", [])
+    assert (hand_over.is_program(), hand_over.claim_program(), hand_over.claim_program()) == (True, True, False)
+    hand_over.leave_rank()
+    assert hand_over.is_program()
     monkeypatch.setenv("WANSHIM_RUN_RANK", "0/2")
-    settings.leave_rank()
-    assert settings.program_pid() is None
+    hand_over.leave_rank()
+    assert hand_over.program_pid() is None
     monkeypatch.setenv("WANSHIM_INHERITED", "auto")
-    settings.mark_reached()
-    assert not settings.is_program()
+    hand_over.mark_reached()
+    assert not hand_over.is_program()
 
 
 @pytest.mark.parametrize(
@@ -396,5 +399,5 @@ def test_segments_are_not_expanded_where_the_driver_s_virtual_memory_may_be_refu
         monkeypatch.delenv(name, raising=False)
     (tmp_path / path).parent.mkdir(parents=True)
     (tmp_path / path).touch()
-    assert not settings.expand_segments(Settings(), torch_started=False, root=tmp_path).expandable_segments
+    assert not hand_over.expand_segments(Settings(), torch_started=False, root=tmp_path).expandable_segments
     assert not any(name in os.environ for name in settings.ALLOCATOR)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -13,10 +14,10 @@ import torch.testing._internal.distributed.fake_pg  # registers a group whose ot
 from torch._dynamo.testing import CompileCounter
 
 from tests.distributed.decoding.tiny import make_latent, make_vae
+from wanshim import settings
 from wanshim.core.decoding import VaeCache, VaeOptions, read_graph
-from wanshim.errors import VaeRankAbsent
+from wanshim.errors import RankAbsent
 from wanshim.patching import Seam, SeamState
-from wanshim.patching.seam import set_strict
 from wanshim.patching.vae_method import COMPILED, replace_method
 
 VARIABLES = {"decode": "WANSHIM_VAE_MODE", "encode": "WANSHIM_VAE_ENCODE"}
@@ -35,7 +36,7 @@ def patched(verb: str, call: Any, **ranks: Any) -> tuple[Any, SeamState]:
             "",
         )
     )
-    seam.off = False
+    seam.off, seam.settings = False, settings.read()
     return seam.seam.replace(lambda self, given, scale=1: given + 1, seam), seam
 
 
@@ -80,11 +81,10 @@ def test_rank_that_alone_has_a_prompt_more_waits_as_long_as_the_variable_says_an
     try:
         with torch.no_grad():
             assert torch.equal(method(make_vae("2.1"), given), given + 1)
-            set_strict(True)
-            with pytest.raises(VaeRankAbsent, match=f"rank 1 did not call {verb} within 0.2 s"):
+            seam.settings = replace(seam.settings, strict=True)
+            with pytest.raises(RankAbsent, match=f"rank 1 did not call {verb} within 0.2 s"):
                 method(make_vae("2.1"), given)
     finally:
-        set_strict(False)
         dist.destroy_process_group()
     (reason,) = seam.fallbacks
     assert reason.startswith(f"rank 1 did not call {verb} within 0.2 s")

@@ -110,7 +110,7 @@ def doctor(
     from wanshim.launch.gpu_processes import settings_of_ranks
 
     read = settings_of_ranks(command or (), gpus, features)
-    result = diagnosis.examine(features, command or (), read)
+    result = diagnosis.examine(read, features, command or ())
     if as_json:
         typer.echo(json.dumps(result.to_dict(), indent=2))
     else:

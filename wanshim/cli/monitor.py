@@ -12,12 +12,12 @@ import typer
 from rich.console import Console
 
 from wanshim import settings
-from wanshim.core.shared.deadline import checked_seconds
-from wanshim.errors import LogUnreadable, MonitorInvalid
+from wanshim.errors import LogUnreadable, WanshimError
 from wanshim.monitor import status
 from wanshim.monitor.health import Patience
 from wanshim.monitor.reading import text
 from wanshim.monitor.runs import RunFolder
+from wanshim.values import checked_seconds
 
 MOST_NAMES = 20  # in an error
 
@@ -39,7 +39,7 @@ def monitor(
 ) -> None:
     """Watch training runs: steps, ETA, loss, GPUs, stalls."""
     if not 0 < stall_medians < float("inf"):
-        raise MonitorInvalid(f"--stall-medians {stall_medians}", expected="a number above zero, such as 10")
+        raise WanshimError(f"--stall-medians {stall_medians}", expected="a number above zero, such as 10")
     patience = Patience(stall_medians, checked_seconds(stall_floor, "--stall-floor"))
     if serve:
         _serve(folder, host, port, patience)
@@ -74,7 +74,7 @@ def _open(folder: Path, name: str | None) -> RunFolder:
             there = runs.names()
             more = f" and {len(there) - MOST_NAMES} more" if len(there) > MOST_NAMES else ""
             known = ", ".join(there[:MOST_NAMES]) or "none yet"
-            raise MonitorInvalid(f"no run {text(name)!r}", expected=f"one of {known}{more}")
+            raise WanshimError(f"no run {text(name)!r}", expected=f"one of {known}{more}")
     return runs
 
 
@@ -96,7 +96,7 @@ def _export(runs: RunFolder, kind: str, output: Path) -> list[str]:
     from wanshim.monitor.export import EXPORTS
 
     if kind not in EXPORTS:
-        raise MonitorInvalid(f"--export {kind}", expected=" or ".join(EXPORTS))
+        raise WanshimError(f"--export {kind}", expected=" or ".join(EXPORTS))
     missing = []
     for run in runs.runs.values():
         try:
@@ -111,7 +111,7 @@ def _serve(folder: Path, host: str, port: int, patience: Patience) -> None:
     try:
         from wanshim.monitor import server
     except ImportError as error:
-        raise MonitorInvalid(f"{error.name} is not installed", hint="pip install 'wanshim[monitor]'") from None
+        raise WanshimError(f"{error.name} is not installed", hint="pip install 'wanshim[monitor]'") from None
     token, made = settings.read().monitor_token, False
     if token is None and not server.is_local(host):
         token, made = secrets.token_urlsafe(24), True

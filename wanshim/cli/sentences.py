@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any
 
+from wanshim import settings
 from wanshim.doctor.diagnosis import Diagnosis, DiagnosisRow
 from wanshim.doctor.known_engines import FRONTEND
 from wanshim.errors import sentence
@@ -123,9 +124,9 @@ def feature_record(feature: Feature) -> dict[str, Any]:
     """One feature for `wanshim features --json`."""
     switches = [
         {
-            "variables": variables.names(field),
+            "variables": list(settings.names_of(field)),
             "example": variables.assignment(field),
-            "meaning": variables.VARIABLES[field].meaning,
+            "meaning": settings.meaning_of(field),
         }
         for field in feature.switches
     ]

@@ -14,7 +14,7 @@ from wanshim.activation import DISABLED, Activation
 from wanshim.core.resume.state import newest_facts
 from wanshim.core.shared import gpus
 from wanshim.core.shared.files import prompt_cache
-from wanshim.doctor import fast, process_coverage
+from wanshim.doctor import process_coverage
 from wanshim.doctor.known_engines import KnownEngines, known_engines, unlearned, without_frontend
 from wanshim.errors import FeatureUnavailable, SettingInvalid
 from wanshim.patching.feature import Feature
@@ -87,24 +87,23 @@ class DiagnosisRow:
 
 
 def examine(
+    read: settings.Settings,
     text: str | None = None,
     command: Sequence[str] = (),
-    read: settings.Settings | None = None,
     names: Collection[str] | None = None,
 ) -> Diagnosis:
     """Decide for every feature as `activate(text)` would in what `command` starts, without changing anything.
 
     Args:
+        read: the settings.
         text: the WANSHIM_FEATURES grammar.
         command: what is to be run, for the run states that it would go on from.
-        read: the settings, if the caller has read them.
         names: of the features to decide for; None: all.
 
     Raises:
-        FeatureUnknown, SettingInvalid, MatrixInvalid: as `activate`.
+        SettingInvalid, WanshimError: as `activate`.
     """
     look = Activation()
-    read = settings.read() if read is None else read
     selection = look.select("none" if read.disable else text, read)
     look.settings = read
     rows, missing = [], []
@@ -206,7 +205,7 @@ def prepare(text: str | None, read: settings.Settings, option: str = "") -> list
         Lines for the user.
 
     Raises:
-        FeatureUnknown, SettingInvalid, MatrixInvalid: as `activate`.
+        SettingInvalid, WanshimError: as `activate`.
         FeatureUnavailable: a feature that the user named is unavailable in this launch or on the devices named, or,
             under WANSHIM_STRICT, a selected feature is unavailable at all.
     """
@@ -230,7 +229,10 @@ def prepare(text: str | None, read: settings.Settings, option: str = "") -> list
         lines += [absent] if absent else []
     if read.strict:
         _demand_all(text, read)
-    lines = [*fast.lines(selection, read), *lines]
+    if read.fast and any(name.partition(".")[2] in variables.VARIABLES["fast"].read_by for name in selection.reasons):
+        by_fast = [field for field in settings.FAST_FIELDS if read.sources[field] == settings.FAST]
+        turned_on = " ".join(settings.assigned(field, getattr(read, field)) for field in by_fast) or "nothing"
+        lines = [f"{settings.FAST} turned on what changes bits, where it is available: {turned_on}", *lines]
     return [*lines, *filter(None, (_dropped(look, selection, text, read),))]
 
 
@@ -242,7 +244,7 @@ def _dropped(look: Activation, selection: Selection, text: str | None, read: set
 
 
 def _demand_all(text: str | None, read: settings.Settings) -> None:
-    found = examine(text, read=read)
+    found = examine(read, text)
     row = next((row for row in found.rows if row.feature in found.missing), None)
     if row is not None:
         raise FeatureUnavailable(

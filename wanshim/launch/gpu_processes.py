@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from wanshim import settings
+from wanshim import hand_over, settings
 from wanshim.core.shared import gpus
 from wanshim.doctor import diagnosis
 from wanshim.errors import FeatureUnavailable, SettingInvalid, WanshimError
@@ -107,7 +107,7 @@ def settings_of_generation(command: Sequence[str], count: int, features: str | N
 def _read(count: int | None, fast: bool = False) -> tuple[str, settings.Settings]:
     """The option in words, and the settings."""
     option, read = f"--gpus {count}", settings.read(fast=fast)
-    if count is not None and settings.is_rank():
+    if count is not None and hand_over.is_rank():
         raise WanshimError(f"{option} in a rank of another --gpus", expected="the number of GPUs once")
     return option, read
 
@@ -154,7 +154,7 @@ def _check_selected(features: str | None, read: settings.Settings, switch: str, 
     from wanshim.select import catalog
 
     names = [name for name, feature in catalog.discover().features.items() if switch in feature.switches]
-    rows = [row for row in diagnosis.examine(features, read=read, names=names).rows if row.state == "selected"]
+    rows = [row for row in diagnosis.examine(read, features, names=names).rows if row.state == "selected"]
     if not rows:
         raise FeatureUnavailable(found, hint=hint)
     if all(row.verdict in UNAVAILABLE for row in rows):

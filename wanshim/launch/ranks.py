@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from wanshim import settings
+from wanshim import hand_over, settings
 from wanshim.core.shared import processes
 from wanshim.core.shared.files import remove_abandoned, temporary_folder
 from wanshim.launch.interpreter_options import is_python, not_started, skipping_option
@@ -141,7 +141,7 @@ def run(command: Sequence[str], count: int, environment: Mapping[str, str]) -> i
             for number in numbers:
                 failure = folder / str(number)
                 names = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(number))
-                names |= {settings.RUN_FAILURE: str(failure), settings.RUN_RANK: f"{number}/{count}"}
+                names |= {hand_over.RUN_FAILURE: str(failure), hand_over.RUN_RANK: f"{number}/{count}"}
                 process = _start(command, {**shared, **names}, signals, stdin=_input_of(number), start_new_session=True)
                 ranks.append(Rank(number, process, failure))
 
@@ -164,16 +164,16 @@ def run_alone(command: Sequence[str], environment: Mapping[str, str], *, watched
     """
     with _folder() as folder, _Signals(signal.SIGTSTP, signal.SIGCONT, signal.SIGCHLD) as signals:
         failure = folder / "0"
-        is_own = settings.run_rank() is None  # else the rank's launcher looks
-        variables = {**environment, settings.RUN_FAILURE: str(failure)} if is_own else environment
-        settings.leave_rank()
+        is_own = hand_over.run_rank() is None  # else the rank's launcher looks
+        variables = {**environment, hand_over.RUN_FAILURE: str(failure)} if is_own else environment
+        hand_over.leave_rank()
         # Files that the caller opened for the program stay open in it, as `<(...)` of a shell or the pipe of make.
         process = _start(command, variables, signals, close_fds=False)
         _release()
         status = _wait_alone(process, signals)
         # A daemon may go on, and wanshim may still come into it; it may end meanwhile.
-        goes_on = watched and is_own and processes.has_variable(f"{settings.RUN_FAILURE}={failure}".encode())
-        if watched and is_own and not goes_on and not settings.reached_file(failure).exists():
+        goes_on = watched and is_own and processes.has_variable(f"{hand_over.RUN_FAILURE}={failure}".encode())
+        if watched and is_own and not goes_on and not hand_over.reached_file(failure).exists():
             say(UNREACHED)
     if status < 0:
         processes.end_by(-status)  # a shell ends its loop at ctrl-C by that alone
@@ -331,7 +331,7 @@ def _wait(ranks: Sequence[Rank], signals: _Signals, start_others: Callable[[], N
             say(failed.describe_failure())
             return failed.status
         if start_others is not None:
-            if settings.reached_file(ranks[0].failure).exists():
+            if hand_over.reached_file(ranks[0].failure).exists():
                 start_others()
                 start_others = None
             elif passed := "in no Python process of it" if ended else _passed_over(ranks[0].process.pid):

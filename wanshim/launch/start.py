@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 
-from wanshim import settings
+from wanshim import hand_over, settings
 from wanshim.launch import ranks
 from wanshim.launch.interpreter_options import is_python, not_found, skipping_option
 from wanshim.launch.ranks import BOOT
@@ -36,8 +36,8 @@ def environment(
     # An empty part means the current folder: it is kept, unless the whole variable is empty.
     rest = result["PYTHONPATH"].split(os.pathsep) if result.get("PYTHONPATH") else []
     result["PYTHONPATH"] = os.pathsep.join([str(BOOT), *(part for part in rest if part != str(BOOT))])
-    result[settings.RUN_PREFIX] = sys.prefix
-    result.pop(settings.INHERITED, None)  # a run of its own, whatever started it
+    result[hand_over.RUN_PREFIX] = sys.prefix
+    result.pop(hand_over.INHERITED, None)  # a run of its own, whatever started it
     if features is not None:
         result["WANSHIM_FEATURES"] = features
     if report:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from wanshim.core.shared.files import written_whole
-from wanshim.errors import LogUnreadable, MonitorInvalid
+from wanshim.errors import LogUnreadable, WanshimError
 from wanshim.monitor.reading import MOST_STEPS, Tail, finite, instant, whole
 from wanshim.monitor.runs import DeviceLog, RunLog
 
@@ -79,18 +79,18 @@ def to_tensorboard(run: RunLog, output: Path) -> list[Path]:
     """One folder a log, `rank-00000.cuda-0/`, with an event file that TensorBoard shows as a run of its own.
 
     Raises:
-        MonitorInvalid: the tensorboard package is missing, or a folder holds event files already.
+        WanshimError: the tensorboard package is missing, or a folder holds event files already.
     """
     try:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
     except ImportError:
-        raise MonitorInvalid("tensorboard is not installed", hint="pip install 'wanshim[monitor]'") from None
+        raise WanshimError("tensorboard is not installed", hint="pip install 'wanshim[monitor]'") from None
     folders = [output / Path(name).stem for name in sorted(run.logs)]
     for folder in folders:
         if folder.is_dir() and any(folder.glob("events.out.tfevents.*")):
-            raise MonitorInvalid(f"{folder} holds event files already", hint="Name another folder, or remove it")
+            raise WanshimError(f"{folder} holds event files already", hint="Name another folder, or remove it")
 
     def event(step: int, record: dict[str, Any]) -> Any:
         found = {tag: _scalar(record.get(name)) for name, tag in SCALARS.items()}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby, islice
 
 from wanshim.core.shared.processes import process_start
-from wanshim.errors import MonitorInvalid
+from wanshim.errors import WanshimError
 from wanshim.monitor.reading import LONGEST_S, text, whole
 from wanshim.monitor.runs import DeviceLog, RunLog
 
@@ -24,7 +24,7 @@ class Patience:
     """When silence is a stall: `medians` times the median step, and never under `floor_s` seconds.
 
     Raises:
-        MonitorInvalid: one of them is negative or not finite, so that nothing or everything would be a stall.
+        WanshimError: one of them is negative or not finite, so that nothing or everything would be a stall.
     """
 
     medians: float = 10.0
@@ -33,7 +33,7 @@ class Patience:
     def __post_init__(self) -> None:
         for name, value in (("stall-medians", self.medians), ("stall-floor", self.floor_s)):
             if not 0 <= value <= LONGEST_S:
-                raise MonitorInvalid(f"--{name} {value}", expected=f"a number from 0 to {LONGEST_S:.0e}")
+                raise WanshimError(f"--{name} {value}", expected=f"a number from 0 to {LONGEST_S:.0e}")
 
 
 USUAL = Patience()

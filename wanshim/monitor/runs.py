@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from wanshim.core.training.eta import StepEta
-from wanshim.errors import MonitorInvalid
+from wanshim.errors import LogUnreadable
 from wanshim.monitor.curve import Curve
 from wanshim.monitor.reading import LONGEST_S, MOST_STEPS, Tail, finite, instant, read_run_json, text, whole
 
@@ -265,12 +265,12 @@ class RunFolder:
         may_come: the folder may be made later; until then it has no runs.
 
     Raises:
-        MonitorInvalid: there is no such folder, or it cannot be read.
+        LogUnreadable: there is no such folder, or it cannot be read.
     """
 
     def __init__(self, folder: Path, only: str | None = None, *, may_come: bool = False) -> None:
         if not (folder.is_dir() or (may_come and not folder.exists())):
-            raise MonitorInvalid(
+            raise LogUnreadable(
                 f"no folder {str(folder)!r}",
                 expected="one that holds logs of runs",
                 hint="Name the folder that WANSHIM_PROGRESS_DIR named, or training_logs in the output folder",
@@ -308,7 +308,7 @@ class RunFolder:
         try:
             below = sorted(entry.name for entry in os.scandir(self.folder) if entry.is_dir(follow_symlinks=False))
         except OSError as error:
-            raise MonitorInvalid(f"{self.folder} cannot be read: {error.strerror}") from error
+            raise LogUnreadable(f"{self.folder} cannot be read: {error.strerror}") from error
         found = {_id(name): self.folder / name for name in below if _is_run(self.folder / name)}
         if _is_run(self.folder):
             own = _id(self.folder.name)

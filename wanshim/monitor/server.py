@@ -33,7 +33,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from wanshim.errors import MonitorInvalid
+from wanshim.errors import LogUnreadable, WanshimError
 from wanshim.monitor import status
 from wanshim.monitor.health import USUAL, Patience
 from wanshim.monitor.runs import RunFolder
@@ -80,7 +80,7 @@ def make_app(
         host: the address that will be bound.
 
     Raises:
-        MonitorInvalid: another address than this machine's own without a token, or a token that is too short.
+        WanshimError: another address than this machine's own without a token, or a token that is too short.
     """
     check_token(token, host)
     app = Starlette(routes=_routes(), middleware=[Middleware(_Guard)], lifespan=_watch)
@@ -94,14 +94,14 @@ def check_token(token: str | None, host: str) -> None:
     """Whether `token` is enough to serve on `host`.
 
     Raises:
-        MonitorInvalid: it is not.
+        WanshimError: it is not.
     """
     if token is None and not is_local(host):
-        raise MonitorInvalid(
+        raise WanshimError(
             f"serving on {host} without a token", expected="WANSHIM_MONITOR_TOKEN", hint="Or serve on 127.0.0.1"
         )
     if token is not None and (len(token) < LEAST_TOKEN or not token.isascii()):
-        raise MonitorInvalid(f"a token of {len(token)} characters", expected=f"{LEAST_TOKEN} or more, plain ASCII")
+        raise WanshimError(f"a token of {len(token)} characters", expected=f"{LEAST_TOKEN} or more, plain ASCII")
 
 
 def _routes() -> list[Any]:
@@ -136,7 +136,7 @@ async def _keep_updating(app: Starlette) -> None:
 
 def _update(app: Starlette) -> None:
     folder: RunFolder = app.state.folder
-    with suppress(MonitorInvalid):  # the folder is gone for now; what was read stays, and grows old
+    with suppress(LogUnreadable):  # the folder is gone for now; what was read stays, and grows old
         folder.update()
     app.state.statuses = status.of_folder(folder, app.state.patience)
     app.state.answer = _json({"runs": app.state.statuses, "runs_left_out": len(folder.left_out)})
@@ -311,13 +311,13 @@ def listen(host: str, port: int) -> socket.socket:
     """A socket that listens, before its address is printed.
 
     Raises:
-        MonitorInvalid: the address is unavailable, because another server has the port for example.
+        WanshimError: the address is unavailable, because another server has the port for example.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family)
     except OSError as error:
-        raise MonitorInvalid(
+        raise WanshimError(
             f"cannot listen on port {port} of {host}: {error.strerror or error}",
             expected="a free port of this machine",
             hint="Name another with --port",

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from wanshim import settings
+from wanshim import hand_over, settings
 from wanshim.errors import FeatureUnavailable, WanshimError
 from wanshim.patching import SeamState
 
@@ -162,7 +162,7 @@ def start_ahead(imports: tuple[str, ...]) -> Callable[[Settings], None]:
     """
 
     def start(read: Settings) -> None:
-        if settings.claim_program() and read.generate is not None and not settings.is_one_of_several():
+        if hand_over.claim_program() and read.generate is not None and not settings.is_one_of_several():
             from wanshim.core.workers import AHEAD
 
             AHEAD.start(read.generate.gpus - 1, ("wanshim.core.generation", *imports))

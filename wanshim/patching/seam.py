@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from wanshim import settings
-from wanshim.errors import SeamConflict
+from wanshim.errors import WanshimError
 from wanshim.settings import Settings
 
 
@@ -61,15 +60,15 @@ class Seam:
 
     def __post_init__(self) -> None:
         if self.target.count(":") != 1 or not all(self.target.split(":")):
-            raise SeamConflict(f"seam target {self.target!r}", expected="'package.module:Qualified.name'")
+            raise WanshimError(f"seam target {self.target!r}", expected="'package.module:Qualified.name'")
         if self.in_graph and self.kind is Kind.WRAPT:
-            raise SeamConflict(
+            raise WanshimError(
                 f"seam {self.target} is reached by torch.compile and asks for a wrapt wrapper",
                 expected="a plain closure: a compiled caller skips a wrapt wrapper silently",
             )
 
         if self.inherited and self.kind is not Kind.CLOSURE:
-            raise SeamConflict(
+            raise WanshimError(
                 f"seam {self.target} may be inherited and is {self.kind.value}", expected="a plain closure"
             )
 
@@ -147,11 +146,12 @@ class SeamState:
 
     __slots__ = (
         "calls", "compiled", "count_compiled", "earlier", "failed", "fallbacks", "installed", "notes", "off",
-        "original", "passed_by", "rebound", "seam", "undo", "unneeded",
+        "original", "passed_by", "rebound", "seam", "settings", "undo", "unneeded",
     )  # fmt: skip
 
     def __init__(self, seam: Seam) -> None:
         self.seam = seam
+        self.settings = Settings()  # what the user has set, from the latest `activate()`
         self.calls = 0
         self.fallbacks: dict[str, int] = {}  # by reason, of `calls`
         self.failed = self.passed_by = 0  # of `calls`
@@ -165,16 +165,6 @@ class SeamState:
         self.earlier: list[Callable[[], object]] = []  # undoes what was in before its module was run again
         self.rebound: list[str] = []  # captured names that were rebound too, as module:name
         self.notes = Notes(self)
-
-    @property
-    def settings(self) -> Settings:
-        """What the user has set, read anew."""
-        return settings.read()
-
-    @property
-    def strict(self) -> bool:
-        """Whether a call that fails raises, in place of being left to the framework."""
-        return _is_strict
 
     def enter(self) -> bool:
         """Count a call; False when the patch was switched off and a stranger's wrapper still leads here."""
@@ -247,14 +237,7 @@ class SeamState:
 
 
 on_note: Callable[[SeamState, str], None] | None = None  # set by wanshim.process_report
-_is_strict = False
 _is_compiling: Callable[[], bool] | None = None  # an `import torch` in every call costs three times as much
-
-
-def set_strict(strict: bool) -> None:
-    """Called by wanshim.activation."""
-    global _is_strict
-    _is_strict = strict
 
 
 def look_for_torch() -> None:

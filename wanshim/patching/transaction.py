@@ -9,7 +9,7 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from wanshim.errors import ProbeMismatch, SeamConflict
+from wanshim.errors import FeatureUnavailable, WanshimError
 from wanshim.patching.seam import Kind, Seam, SeamState, look_for_torch
 
 MISSING = object()
@@ -22,8 +22,8 @@ def put_in(states: Sequence[SeamState]) -> None:
     """Install all of `states`, whose modules are in sys.modules, or none.
 
     Raises:
-        ProbeMismatch: a target is gone, or is not the object that its file defines.
-        SeamConflict: a target already carries a replacement of ours, or its kind does not fit.
+        FeatureUnavailable: a target is gone, or is not the object that its file defines.
+        WanshimError: a target already carries a replacement of ours, or its kind does not fit.
         Exception: whatever a replacement factory raised. Nothing stays behind in any of these cases.
     """
     places = [_Place(state) for state in states]
@@ -153,10 +153,12 @@ class _Place:
         if of_parent:
             found = _from_parent(self.owner, self.name)
         if found is MISSING:
-            raise ProbeMismatch(f"{seam.target} is not there", hint="Run `wanshim doctor` for the seams it looked for")
+            raise FeatureUnavailable(
+                f"{seam.target} is not there", hint="Run `wanshim doctor` for the seams it looked for"
+            )
         below = state_of(found)
         if below is not None and not (seam.stacks or below.seam.stacks):
-            raise SeamConflict(f"{seam.target} already carries a replacement of wanshim")
+            raise WanshimError(f"{seam.target} already carries a replacement of wanshim")
         if seam.kind in (Kind.CLOSURE, Kind.WRAPT) and not of_parent:  # no file of the target's defines it
             self._check_origin(_function_in(found, self.owner))
         state.original = self.original
@@ -167,10 +169,10 @@ class _Place:
         code = getattr(plain, "__code__", None)
         module = sys.modules[self.seam.module]
         if code is None:
-            raise ProbeMismatch(f"{self.seam.target} is a {type(plain).__name__}", expected="a plain function")
+            raise FeatureUnavailable(f"{self.seam.target} is a {type(plain).__name__}", expected="a plain function")
         found = f"{getattr(plain, '__module__', '?')}:{getattr(plain, '__qualname__', '?')}"
         if code.co_filename != getattr(module, "__file__", None) and found != self.seam.target:
-            raise ProbeMismatch(
+            raise FeatureUnavailable(
                 f"{self.seam.target} has been replaced by {found} ({code.co_filename})",
                 expected="the framework's own function",
                 hint="Activate wanshim first, or switch the other patch off",

@@ -67,7 +67,7 @@ def replace_method(
                 seam.notes.append(plan)
             return result
 
-        or_own = or_framework(shared, original, seam.fall_back, strict=lambda: seam.strict, on_error=seam.fail)
+        or_own = or_framework(shared, original, seam.fall_back, strict=lambda: seam.settings.strict, on_error=seam.fail)
 
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             import torch

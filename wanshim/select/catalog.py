@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
-from wanshim.errors import SeamConflict, WanshimError
+from wanshim.errors import WanshimError
 from wanshim.patching.feature import Feature, Framework
 
 GROUP = "wanshim.adapters"
@@ -60,7 +60,7 @@ def _with_package(known: Catalog, name: str, distribution: str) -> Catalog:
     """`known` and what the package offers.
 
     Raises:
-        SeamConflict: it claims a framework or a feature that another package offers.
+        WanshimError: it claims a framework or a feature that another package offers.
         Exception: whatever importing it raises.
     """
     frameworks, features, matrices = dict(known.frameworks), dict(known.features), known.matrices
@@ -95,9 +95,9 @@ Item = TypeVar("Item", Framework, Feature)
 
 def _claim(taken: dict[str, Item], item: Item, kind: type[Item], package: str) -> None:
     if not isinstance(item, kind):
-        raise SeamConflict(f"{package} offers a {type(item).__name__}", expected=f"a {kind.__name__}")
+        raise WanshimError(f"{package} offers a {type(item).__name__}", expected=f"a {kind.__name__}")
     if item.name in taken:
-        raise SeamConflict(f"{package} offers {item.name!r}, which another adapter package offers too")
+        raise WanshimError(f"{package} offers {item.name!r}, which another adapter package offers too")
     taken[item.name] = item
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from wanshim.errors import FeatureUnknown
+from wanshim.errors import SettingInvalid
 from wanshim.settings import FAST
 
 BASES = ("auto", "all", "none")
@@ -40,7 +40,7 @@ def select(text: str, auto: Mapping[str, bool], switches: Mapping[str, str] | No
             unless the text starts with `none`.
 
     Raises:
-        FeatureUnknown: a token fits no feature, framework or ability; names the nearest.
+        SettingInvalid: a token fits no feature, framework or ability; names the nearest.
     """
     base, items = _base([item.strip() for item in text.split(",") if item.strip()])
     switched = switches or {} if base != "none" else {}
@@ -64,7 +64,7 @@ def _base(items: list[str]) -> tuple[str, list[str]]:
     base, changes = (items[0], items[1:]) if items and items[0] in BASES else ("auto", items)
     misplaced = next((item for item in changes if _token(item) in BASES), None)
     if misplaced is not None:
-        raise FeatureUnknown(
+        raise SettingInvalid(
             f"{misplaced!r} stands inside the list {','.join(items)!r}",
             expected=f"{_token(misplaced)!r} alone or as the first item, without a sign",
         )
@@ -84,7 +84,7 @@ def _match(token: str, features: Iterable[str]) -> list[str]:
 
     tokens = sorted({part for f in features for part in (f, *f.split(".", 1))} | set(BASES))
     near = difflib.get_close_matches(token.lower(), tokens, n=1, cutoff=0.5)
-    raise FeatureUnknown(
+    raise SettingInvalid(
         f"WANSHIM_FEATURES names {token!r}, which is no feature, framework or ability",
         hint=f"Did you mean {near[0]!r}?" if near else "See `wanshim features` for the names",
     )

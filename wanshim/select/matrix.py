@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from wanshim.errors import MatrixInvalid
+from wanshim.errors import WanshimError
 from wanshim.patching.verdict import Verdict
 
 SCHEMA = 1
@@ -131,7 +131,7 @@ def load(path: Path | None = None) -> Matrix:
     """Read and check a matrix.
 
     Raises:
-        MatrixInvalid: the file is missing, is no YAML, or has faults; all of them are named, each with its place.
+        WanshimError: the file is missing, is no YAML, or has faults; all of them are named, each with its place.
     """
     path = path or path_of_own_matrix()
     import yaml
@@ -140,7 +140,7 @@ def load(path: Path | None = None) -> Matrix:
         text = path.read_text(encoding="utf-8")
         data = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 - a safe loader
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise MatrixInvalid(
+        raise WanshimError(
             f"{path} cannot be read: {error}",
             hint="Reinstall wanshim, or fix the file and run `wanshim matrix`",
         ) from error
@@ -167,7 +167,7 @@ class _Reader:
             newest[name] = self.text(framework, "newest_seen", place)
             rows += self.rows(str(name), framework.get("rows") or [], f"{place}.rows")
         if self.faults:
-            raise MatrixInvalid(f"{self.path} has faults:\n  " + "\n  ".join(self.faults))
+            raise WanshimError(f"{self.path} has faults:\n  " + "\n  ".join(self.faults))
         return Matrix(tuple(rows), declared, newest)
 
     def rows(self, framework: str, data: Any, place: str) -> list[Row]:

@@ -26,10 +26,6 @@ TASKS = {
 VARIABLES = {field: variable for field, variable in settings.VARIABLES.items() if variable.task}
 
 
-# Of a split, where the plan gives each process one device.
-OF_A_SPLIT = ("split_at", "pipeline", "devices")
-
-
 def without_effect(read: settings.Settings, selected: Collection[str], known: Mapping[str, Feature]) -> list[str]:
     """A sentence for each variable that is set and that nothing reads in this combination.
 
@@ -54,7 +50,7 @@ def without_effect(read: settings.Settings, selected: Collection[str], known: Ma
                 continue
             ways = " or ".join(dict.fromkeys(way for feature in here for way in turn_on(feature)))
             lines.append(f"{variable} has no effect, since {off} is off. Turn on: {ways}")
-        elif field in OF_A_SPLIT and read.plan_name in ("stream", "sequence"):
+        elif VARIABLES[field].only_split and read.plan_name in ("stream", "sequence"):
             lines.append(f"{variable} has no effect with {read.sources['plan']}: it is for a split")
     return sorted(lines)
 
@@ -71,15 +67,9 @@ def _is_here(feature: Feature) -> bool:
     return SourceTree.of_installed(feature.framework).root is not None
 
 
-def names(field: str) -> list[str]:
-    """The variables that set a field, wanshim's own first, then the aliases of the upstream pull requests."""
-    aliases = [settings.DUAL_GPU] if field == "devices" else []
-    return [*settings.names_of(field), *aliases]
-
-
 def assignment(field: str) -> str:
     """`WANSHIM_DEVICES=cuda:0,cuda:1`: what a user types to turn on what the field turns on."""
-    return f"{names(field)[0]}={VARIABLES[field].example}"
+    return settings.assigned(field, VARIABLES[field].example)
 
 
 def turn_on(feature: Feature) -> list[str]:

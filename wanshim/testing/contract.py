@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 
-from wanshim.core.shared.deadline import checked_seconds
 from wanshim.patching.verdict import Verdict
+from wanshim.values import checked_seconds
 
 # The import stands between any two switches: every order of up to two of them, and off and on again.
 SWITCHES = ("", *"AD", *("".join(pair) for pair in product("AD", repeat=2)), "ADA")

@@ -55,7 +55,7 @@ def prepare(call: TrainingCall, on: Mapping[str, SeamState], undo: Undo) -> None
     Raises:
         FeatureUnavailable: the plan that the user named is unavailable here, or under strict a step.
         PlacementInvalid: no plan fits.
-        PlanFailed: the ranks have no plan in common.
+        RanksFailed: the ranks have no plan in common.
     """
     lead = on.get(MODEL_SPLIT) or next(iter(on.values()))
     read = lead.settings
@@ -232,7 +232,7 @@ def _refused(call: TrainingCall, read: Settings, on: Mapping[str, SeamState], pl
             continue
         if (reason := step.refusal(call, read)) is not None:
             variable = read.sources.get(step.setting, step.setting)
-            if step.required or (read.strict and variable != FAST):  # which asks for what is available
+            if step.required or read.insists_on(step.setting):
                 raise FeatureUnavailable(f"{variable} is unavailable here: {reason}", hint=f"Unset {variable}")
             _warn_of(step, reason)
             found[step.without] = reason

@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import wanshim
 from tests.compiling import use_aot_eager
 from tests.contract.diffsynth import faults, kernels
+from wanshim import hand_over
 
 BYPASS = "ACCELERATE_BYPASS_DEVICE_MAP"
 # DiffSynth before 2.0.10 loses all micro-batches of a step but the last: no process alone would have the gradients of a
@@ -91,6 +92,7 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
         keep_first_gradients(module, folder / f"{job.name}.gradients{rank}")
         for name, value in job.variables.items():
             patch.setenv(name, value)
+        wanshim.activate(hand_over.inherited())
         if job.streamed:
             stream_by_plan(job.streamed, patch)
         if job.sage:
@@ -138,6 +140,7 @@ def run_clip(job: Job, folder: Path, accelerator: Any) -> dict[str, Any]:
         keep_first_gradients(module, folder / f"{job.name}.gradients{accelerator.process_index}")
         for name, value in job.variables.items():
             patch.setenv(name, value)
+        wanshim.activate(hand_over.inherited())
         torch.manual_seed(5 + accelerator.process_index)
         logger = ModelLogger(str(folder / job.name), remove_prefix_in_ckpt="pipe.dit.")
         clips = clip_job.OneClip()

@@ -22,7 +22,7 @@ from tests.unit.workers.forked import forked_in_module  # noqa: F401, a fixture
 from wanshim.adapters.diffsynth.generate import bind
 from wanshim.core.generation import Request, SharedPipeline
 from wanshim.core.workers.packing import pack, unpack
-from wanshim.errors import FeatureUnavailable, GenerationInvalid
+from wanshim.errors import FeatureUnavailable, ModelInvalid
 
 pytestmark = pytest.mark.timeout(600)  # a worker imports torch and diffsynth
 
@@ -210,7 +210,7 @@ def test_what_is_not_served_is_refused_by_name(name: str) -> None:
     change, text = REFUSED[name]
     pipe = wan_pipelines.MADE["t2v"]()
     change(pipe)
-    with pytest.raises(GenerationInvalid, match=f"WanVideoPipeline cannot use several GPUs: .*{text}"):
+    with pytest.raises(ModelInvalid, match=f"WanVideoPipeline cannot use several GPUs: .*{text}"):
         wanshim.parallelize_pipeline(pipe, gpus=2)
     vars(pipe.dit or pipe).pop("forward", None)  # while it lives, the seam on its class counts as displaced
 
@@ -218,7 +218,7 @@ def test_what_is_not_served_is_refused_by_name(name: str) -> None:
 def test_music_is_refused_by_name() -> None:
     pipe = wan_pipelines.MADE["t2v"]()
     pipe.dit = variants.tiny("wantodance").dit
-    with pytest.raises(GenerationInvalid, match="WanToDance writes the music into its DiT"):
+    with pytest.raises(ModelInvalid, match="WanToDance writes the music into its DiT"):
         wanshim.parallelize_pipeline(pipe, gpus=2)
 
 

@@ -94,6 +94,7 @@ def test_what_is_done_in_a_planned_run_alone_says_so_in_a_loop_of_ones_own_and_s
     own_loop()
     assert said not in caplog.text
     monkeypatch.setenv(f"WANSHIM_{variable}", value)
+    wanshim.activate(f"none,{feature}")
     own_loop()
     own_loop()
     assert caplog.text.count(said) == 1

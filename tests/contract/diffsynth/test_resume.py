@@ -212,6 +212,7 @@ def test_run_that_has_passed_its_last_epoch_has_ended_too(tmp_path: Path, monkey
     wanshim.activate(f"none,{NAME}")
     train(tmp_path, epochs=2)
     monkeypatch.setenv("WANSHIM_RESUME", "auto,+num_epochs")
+    wanshim.activate(f"none,{NAME}")
     train(tmp_path, epochs=1, calls=2, attempt=1)
     notes = wanshim.report().row(NAME).notes
     assert any(said.startswith("has ended at step 14, and trains nothing, with another num_epochs: ") for said in notes)
@@ -283,6 +284,7 @@ def test_run_whose_states_are_all_damaged_stops_and_begins_beside_them_if_asked(
     with pytest.raises(ResumeInvalid, match=f"No state in {run} can be read.*; WANSHIM_RESUME=new begins"):
         train(tmp_path, attempt=1)
     monkeypatch.setenv("WANSHIM_RESUME", "new")
+    wanshim.activate(f"none,{NAME}")
     train(tmp_path, attempt=1)
     assert len(seen(tmp_path, 0, 1)) == 14
     assert sorted(run.glob("step-*")) == states
@@ -314,6 +316,7 @@ def test_what_the_hint_says_goes_on_from_a_folder_too(tmp_path: Path, monkeypatc
     found = re.search(r"WANSHIM_RESUME=(\S+) goes on nevertheless", str(raised.value))
     assert found is not None
     monkeypatch.setenv("WANSHIM_RESUME", found[1])
+    wanshim.activate(f"none,{NAME}")
     train(tmp_path, attempt=2, learning_rate=2e-2)
     assert len(seen(tmp_path, 0, 2)) == 11
 
@@ -332,6 +335,7 @@ def test_another_learning_rate_stops_with_a_table_and_goes_on_where_it_is_accept
         train(tmp_path, attempt=1, samples=8)
     assert [path.read_bytes() for path in sorted(tmp_path.glob("training_state/run-1/*"))] == states
     monkeypatch.setenv("WANSHIM_RESUME", "auto,+learning_rate")
+    wanshim.activate(f"none,{NAME}")
     rates: list[float] = []
     handle = register_optimizer_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
     try:
@@ -363,8 +367,10 @@ def test_other_arguments_stop_the_start_where_the_script_reads_them(
     assert "WANSHIM_RESUME=auto,+learning_rate goes on nevertheless" in str(raised.value)
     for accepting in ("auto,+learning_rate", "new"):
         monkeypatch.setenv("WANSHIM_RESUME", accepting)
+        wanshim.activate(f"none,{NAME}")
         assert parsed(tmp_path, "--learning_rate", "2e-2").learning_rate == 2e-2
     monkeypatch.setenv("WANSHIM_RESUME", "auto")
+    wanshim.activate(f"none,{NAME}")
     wanshim.deactivate()
     assert parsed(tmp_path, "--learning_rate", "2e-2").learning_rate == 2e-2
 
@@ -377,6 +383,7 @@ def test_learning_rate_0_is_replaced_by_the_accepted_one_where_the_schedule_is(
     with pytest.raises(torch.OutOfMemoryError):
         train(tmp_path, at=at, end="error", learning_rate=0.0)
     monkeypatch.setenv("WANSHIM_RESUME", "auto,+learning_rate")
+    wanshim.activate(f"none,{NAME}")
     rates: list[float] = []
     handle = register_optimizer_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
     try:
@@ -449,6 +456,7 @@ def test_other_weights_stop_the_start_by_name(
     assert (f"WANSHIM_RESUME=auto,+{name} goes on nevertheless" in str(raised.value)) is accepted
     assert "WANSHIM_RESUME=new begins a run of its own" in str(raised.value)
     monkeypatch.setenv("WANSHIM_RESUME", f"auto,+{name}")
+    wanshim.activate(f"none,{NAME}")
     if accepted:
         train(tmp_path, attempt=2)
         assert len(seen(tmp_path, 0, 2)) == 11
@@ -472,6 +480,7 @@ def test_dataset_with_other_files_stops_the_start_and_begins_its_epoch_where_it_
         train(tmp_path, attempt=1, dataset=of("other"))
     assert "WANSHIM_RESUME=auto,+dataset goes on nevertheless" in str(raised.value)
     monkeypatch.setenv("WANSHIM_RESUME", "auto,+dataset")
+    wanshim.activate(f"none,{NAME}")
     train(tmp_path, attempt=2, dataset=of("other"))
     assert len(seen(tmp_path, 0, 2)) == 14
 
@@ -481,6 +490,7 @@ def test_samples_a_step_are_not_changed_whatever_is_accepted(tmp_path: Path, mon
     with pytest.raises(torch.OutOfMemoryError):
         train(tmp_path, at=3, end="error")
     monkeypatch.setenv("WANSHIM_RESUME", "auto,+samples_per_step")
+    wanshim.activate(f"none,{NAME}")
     with pytest.raises(ResumeInvalid, match="2: 1 x 2 accumulated") as raised:
         train(tmp_path, attempt=1, accumulation=2)
     assert "--gradient_accumulation_steps 1" in str(raised.value)
@@ -491,6 +501,7 @@ def test_new_begins_beside_the_old_run_which_stays(tmp_path: Path, monkeypatch: 
     train(tmp_path, epochs=1)
     old = {path.name: path.read_bytes() for path in tmp_path.glob("training_state/run-1/*")}
     monkeypatch.setenv("WANSHIM_RESUME", "new")
+    wanshim.activate(f"none,{NAME}")
     train(tmp_path, epochs=1, attempt=1)
     assert len(seen(tmp_path, 0, 1)) == 7
     assert {path.name: path.read_bytes() for path in tmp_path.glob("training_state/run-1/*")} == old

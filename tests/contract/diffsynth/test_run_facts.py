@@ -18,7 +18,7 @@ from wanshim.adapters.diffsynth.splitting import facts as run_facts
 from wanshim.adapters.diffsynth.training_road import RunFacts, TrainingCall
 from wanshim.core.strategy import Video
 from wanshim.core.streaming import stream_of
-from wanshim.errors import FeatureUnavailable, PlacementInvalid, StreamingInvalid
+from wanshim.errors import FeatureUnavailable, PlacementInvalid, WanshimError
 
 DEFAULTS = {"height": None, "width": None, "max_pixels": 1024 * 1024, "num_frames": 81}  # of DiffSynth's parser
 
@@ -161,7 +161,7 @@ def test_blocks_that_ignore_what_is_passed_end_a_streamed_run(tmp_path: Path, mo
     model_fn = module.pipe.model_fn
     module.pipe.model_fn = lambda *args, **given: model_fn(*args, **given | {"use_gradient_checkpointing": False})
     planned(monkeypatch, "stream")
-    with pytest.raises(StreamingInvalid, match="ran with gradients and without checkpointing"):
+    with pytest.raises(WanshimError, match="ran with gradients and without checkpointing"):
         train(tmp_path, module, Sized(1, 1), use_gradient_checkpointing=True)
 
 

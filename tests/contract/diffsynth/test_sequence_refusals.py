@@ -62,6 +62,7 @@ def test_refusal_names_what_it_is_about(
         module.pipe.use_unified_sequence_parallel = True
     if change == "heads":
         monkeypatch.setenv("WANSHIM_PLAN", "sequence:99")
+        wanshim.activate(f"none,{FEATURE}")
     accelerator = with_deepspeed() if change == "deepspeed" else Accelerator()
     script = Namespace(enable_model_cpu_offload=True) if change == "manager" else None
     with pytest.raises(FeatureUnavailable) as caught:
@@ -83,6 +84,7 @@ def test_more_ranks_than_heads_are_refused_before_the_model_is_loaded_with_what_
 ) -> None:
     monkeypatch.setenv("WANSHIM_PLAN", plan)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    wanshim.activate(f"none,{FEATURE}")
     config = {"model_class": "diffsynth.models.wan_video_dit.WanModel", "extra_kwargs": {"num_heads": 2}}
     pool = ModelPool()
     with pytest.raises(FeatureUnavailable, match=f"WANSHIM_PLAN=sequence cannot train this model: .*{way}"):

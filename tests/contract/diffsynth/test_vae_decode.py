@@ -15,7 +15,7 @@ from tests.contract.diffsynth.vae import QWEN_IMAGE, make_qwen_image_2_1, make_v
 from tests.distributed.decoding.ranks import run_ranks, values
 from wanshim.core.decoding import find_binding, parallelize_decode
 from wanshim.core.decoding.operators.strict_checks import Sizes, sizes_of
-from wanshim.errors import VaeInvalid
+from wanshim.errors import ModelInvalid
 
 
 def test_decode_shared_by_two_ranks_equals_diffsynth() -> None:
@@ -49,7 +49,9 @@ def test_lengths_of_norms_are_computed_in_the_dtype_of_the_values() -> None:
 
 def test_vae_of_qwen_image_2_1_is_refused_by_name() -> None:
     vae = make_qwen_image_2_1()
-    with pytest.raises(VaeInvalid, match=r"no decoder graph for diffsynth\.models\.qwen_image_21_vae\.QwenImage21VAE"):
+    with pytest.raises(
+        ModelInvalid, match=r"no decoder graph for diffsynth\.models\.qwen_image_21_vae\.QwenImage21VAE"
+    ):
         parallelize_decode(vae)
 
 
@@ -89,7 +91,7 @@ def test_subclass_with_a_method_of_its_own_is_refused_by_name(verb: str) -> None
     vae = make_vae("2.1", torch.float32)
     own = {f"single_{verb}": halved(getattr(type(vae), f"single_{verb}"))}
     vae.__class__ = type("Mine", (type(vae),), own)
-    with pytest.raises(VaeInvalid, match=rf"Mine: {__name__} brings its own single_{verb}"):
+    with pytest.raises(ModelInvalid, match=rf"Mine: {__name__} brings its own single_{verb}"):
         PARALLELIZE[verb](vae)
 
 

@@ -19,7 +19,7 @@ from tests.contract.diffsynth.prepared import Fork
 from tests.contract.diffsynth.vae import QWEN_IMAGE, encode, make_qwen_image_2_1, make_vae, qwen_image_cases
 from tests.distributed.decoding.ranks import run_ranks, values
 from wanshim.core.decoding import parallelize_encode
-from wanshim.errors import VaeInvalid
+from wanshim.errors import ModelInvalid
 
 SUBJECT = Subject(feature="diffsynth.vae_encode", target="diffsynth.models.wan_video_vae:WanVideoVAE.encode")
 
@@ -71,7 +71,9 @@ def test_handle_on_the_qwen_image_vae_encodes_the_same_and_is_removed_without_tr
 
 def test_vae_of_qwen_image_2_1_is_refused_by_name() -> None:
     vae = make_qwen_image_2_1()
-    with pytest.raises(VaeInvalid, match=r"no encoder graph for diffsynth\.models\.qwen_image_21_vae\.QwenImage21VAE"):
+    with pytest.raises(
+        ModelInvalid, match=r"no encoder graph for diffsynth\.models\.qwen_image_21_vae\.QwenImage21VAE"
+    ):
         parallelize_encode(vae)
 
 

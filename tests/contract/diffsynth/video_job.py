@@ -10,7 +10,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+import wanshim
 from tests.contract.diffsynth.training import Logger, Samples, Training
+from wanshim import hand_over
 from wanshim.adapters.diffsynth.splitting import launch
 from wanshim.core.strategy import TrainingPlan
 
@@ -69,5 +71,7 @@ def predicted_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch, chunk: int | 
             return plan
 
         patch.setattr(launch, "decide", decided)
+        wanshim.activate(hand_over.inherited())
         train(folder / f"measured{chunk}", accumulation)
+    wanshim.activate(hand_over.inherited())  # with the variables of the test again
     return seen[0]

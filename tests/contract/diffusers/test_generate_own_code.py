@@ -28,7 +28,7 @@ from tests.contract.diffusers.wan_pipelines import generate
 from wanshim.adapters.diffusers.generate import bind
 from wanshim.core.generation import NotShared, Request, SharedPipeline, own_code
 from wanshim.core.workers import numerics
-from wanshim.errors import GenerationInvalid
+from wanshim.errors import ModelInvalid
 
 pytestmark = pytest.mark.timeout(600)  # a worker imports torch and diffusers
 Patch = pytest.MonkeyPatch
@@ -142,7 +142,7 @@ def test_what_a_worker_would_compute_otherwise_runs_on_one_gpu(name: str, monkey
     pipe = wan_pipelines.wan()
     plain = generate(pipe, "wan", num_inference_steps=1)
     change(pipe, monkeypatch)
-    with pytest.raises(GenerationInvalid, match=text):
+    with pytest.raises(ModelInvalid, match=text):
         wanshim.parallelize_pipeline(pipe, gpus=2)
     expected = generate(pipe, "wan", num_inference_steps=1)
     if name not in ("own processor", "backend"):  # whose first call multiplies by 1, and an equal one

@@ -14,7 +14,7 @@ from tests.contract.diffusers import qwen_pipelines
 from tests.contract.diffusers.qwen_pipelines import generate, qwen
 from wanshim.adapters.diffusers.generate import bind
 from wanshim.core.generation import SharedPipeline
-from wanshim.errors import GenerationInvalid
+from wanshim.errors import ModelInvalid
 
 pytestmark = pytest.mark.timeout(600)  # a worker imports torch and diffusers
 
@@ -146,5 +146,5 @@ def test_controlnet_is_refused_by_name() -> None:
     pipe = qwen()
     parts = {name: getattr(pipe, name) for name in ("scheduler", "vae", "text_encoder", "tokenizer", "transformer")}
     controlled = diffusers.QwenImageControlNetPipeline(**parts, controlnet=None)
-    with pytest.raises(GenerationInvalid, match=r"QwenImageControlNetPipeline is none of WanPipeline, .*QwenImageEdit"):
+    with pytest.raises(ModelInvalid, match=r"QwenImageControlNetPipeline is none of WanPipeline, .*QwenImageEdit"):
         wanshim.parallelize_pipeline(controlled, gpus=2)

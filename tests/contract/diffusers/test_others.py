@@ -79,13 +79,13 @@ pytestmark = [
 
 def taken_before(rank: int, size: int, hold: Holder) -> tuple[str, bool]:
     from wanshim.core.decoding import parallelize_decode
-    from wanshim.errors import VaeInvalid
+    from wanshim.errors import ModelInvalid
 
     vae = hold(make_vae("2.1"))
     before = dict(vae.__dict__)
     try:
         parallelize_decode(vae)
-    except VaeInvalid as error:
+    except ModelInvalid as error:
         return str(error), vae.__dict__ == before
     return "", False
 

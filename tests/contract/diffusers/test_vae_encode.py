@@ -45,11 +45,11 @@ def test_encode_after_deactivate_is_the_original() -> None:
 
 def test_subclass_with_an_encode_of_its_own_is_refused_by_name() -> None:
     from wanshim.core.decoding import parallelize_encode
-    from wanshim.errors import VaeInvalid
+    from wanshim.errors import ModelInvalid
 
     vae = make_vae("2.1", torch.float32)
     vae.__class__ = type("Mine", (type(vae),), {"_encode": lambda self, x: x})
-    with pytest.raises(VaeInvalid, match=r"Mine brings its own _encode"):
+    with pytest.raises(ModelInvalid, match=r"Mine brings its own _encode"):
         parallelize_encode(vae)
 
 

@@ -17,9 +17,10 @@ from tests.contract.fastvideo.methods import METHODS, training_method
 
 def _doctor(job: Job, rank: int, folder: Path) -> dict[str, Any]:
     """What `wanshim doctor` finds in this environment."""
+    from wanshim import settings
     from wanshim.doctor.diagnosis import examine
 
-    rows = {row.feature: row for row in examine().rows}
+    rows = {row.feature: row for row in examine(settings.read()).rows}
     return {
         "verdicts": {name: row.verdict for name, row in rows.items()},
         "versions": {name: row.version for name, row in rows.items()},

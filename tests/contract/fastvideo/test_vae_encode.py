@@ -19,7 +19,7 @@ from tests.contract.decoding import (
 from tests.contract.fastvideo.vae import COSMOS, FORKS, encode, expect_fork, make_vae
 from tests.distributed.decoding.ranks import run_ranks, values
 from wanshim.core.decoding import parallelize_encode
-from wanshim.errors import VaeInvalid
+from wanshim.errors import ModelInvalid
 
 SUBJECT = Subject(
     feature="fastvideo.vae_encode", target="fastvideo.models.vaes.wanvae:AutoencoderKLWan.encode", tiles=False
@@ -73,7 +73,7 @@ def test_handle_encodes_the_same_latents_and_a_vae_without_its_encoder_is_refuse
     check_handle(SUBJECT, "2.2", torch.rand(1, 3, 5, 32, 48))
     vae = make_vae("2.2", torch.float32)
     del vae.encoder
-    with pytest.raises(VaeInvalid, match="loaded without its encoder"):
+    with pytest.raises(ModelInvalid, match="loaded without its encoder"):
         parallelize_encode(vae)
 
 

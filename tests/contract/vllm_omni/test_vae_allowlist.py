@@ -90,8 +90,10 @@ def with_patch(rank: int, size: int, folder: str) -> list[tuple[str, bool, bool,
             reference = model.vae._vllm_vae_patch_parallel_original_decode(latent).sample
             equal = torch.equal(model.vae.decode(latent).sample, reference)
             os.environ["WANSHIM_VAE_MODE"] = "spatial"
+            wanshim.activate()
             equal &= bool((model.vae.decode(latent).sample - reference).abs().max() <= 1e-5)
             del os.environ["WANSHIM_VAE_MODE"]
+            wanshim.activate()
         row = wanshim.report().row(FEATURE)
         told.append((pipeline, wrapped, warned, equal, "; ".join(row.notes)))
     return told

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from wanshim.core.decoding import parallelize_decode, parallelize_encode
 from wanshim.core.decoding.operators.base import StrictOperators
-from wanshim.errors import VaeDisagreement
+from wanshim.errors import RankDisagreement
 
 from .ranks import made_together, run_ranks, values
 from .tiny import LAYOUTS, encode, make_latent, make_vae, make_video
@@ -145,7 +145,7 @@ def meet_at_cross_purposes(rank: int, size: int) -> tuple[list[str], bool]:
     ):
         try:
             call()
-        except VaeDisagreement as error:
+        except RankDisagreement as error:
             texts.append(str(error))
     equal = torch.equal(encode(vae, video), reference)
     for handle in handles:
@@ -181,5 +181,5 @@ def _fail(*_: object, **__: object) -> None:
 
 def test_error_on_one_rank_reaches_all_with_its_name() -> None:
     for text in values(run_ranks(lose_a_rank, 2)):
-        assert text.startswith("VaeFailed: temporal encode on 2 ranks failed")
+        assert text.startswith("RanksFailed: temporal encode on 2 ranks failed")
         assert "rank 1: failed: ValueError: a broken norm" in text

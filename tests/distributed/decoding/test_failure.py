@@ -43,7 +43,7 @@ def out_of_memory_on_one_rank(rank: int, size: int, mode: str, when: str) -> tup
 def test_decode_out_of_memory_on_one_rank_fails_on_all_and_a_retry_works(mode: str, when: str) -> None:
     results = values(run_ranks(out_of_memory_on_one_rank, 3, mode, when))
     messages = {text for (_, text, _), _ in results}
-    assert all(name == "VaeFailed" for (name, _, _), _ in results)
+    assert all(name == "RanksFailed" for (name, _, _), _ in results)
     assert all("rank 1: out of memory: OutOfMemoryError: injected" in text for text in messages)
     assert all(seconds < DEADLINE for (_, _, seconds), _ in results)
     assert all(same for _, same in results)
@@ -79,7 +79,7 @@ def test_decode_rank_killed_in_the_middle_fails_on_the_others_in_time(mode: str)
     assert outcomes[1].error == "Died"
     for survivor in values([outcomes[0], outcomes[2]]):
         name, text, seconds = survivor
-        assert name == "VaeFailed"
+        assert name == "RanksFailed"
         assert "rank 1: gone" in text
         assert seconds < DEADLINE
 
@@ -98,7 +98,7 @@ def test_decode_different_shapes_raise_one_table_everywhere_and_a_retry_works() 
     results = values(run_ranks(different_shapes, 2))
     assert results[0] == results[1]
     name, text, same = results[0]
-    assert name == "VaeDisagreement"
+    assert name == "RankDisagreement"
     assert "rank 0: shape [1, 4, 4, 5, 7]; rank 1: shape [1, 4, 5, 5, 7]" in text
     assert same
 
@@ -112,7 +112,7 @@ def different_options(rank: int, size: int) -> tuple[str, str]:
 def test_decode_different_options_raise_one_table_everywhere() -> None:
     results = values(run_ranks(different_options, 2))
     assert results[0] == results[1]
-    assert results[0][0] == "VaeDisagreement"
+    assert results[0][0] == "RankDisagreement"
     assert "rank 0: mode spatial; rank 1: mode temporal" in results[0][1]
 
 
@@ -126,7 +126,7 @@ def one_rank_stays_away(rank: int, size: int) -> tuple[str, str, float]:
 
 def test_decode_rank_that_never_calls_it_is_named_within_the_deadline() -> None:
     name, text, seconds = values(run_ranks(one_rank_stays_away, 2))[0]
-    assert name == "VaeRankAbsent"
+    assert name == "RankAbsent"
     assert text.startswith("rank 1 did not call decode within 2 s.")
     assert seconds < DEADLINE  # of the others: it did not wait for anything but its own
 
@@ -141,7 +141,7 @@ def plain_error_on_one_rank(rank: int, size: int) -> tuple[str, str]:
 
 def test_auto_error_that_is_no_lack_of_memory_does_not_fall_back() -> None:
     for name, text in values(run_ranks(plain_error_on_one_rank, 2)):
-        assert name == "VaeFailed"
+        assert name == "RanksFailed"
         assert "rank 1: failed: ValueError: injected" in text
 
 
@@ -162,7 +162,7 @@ def interrupted_beside_unequal(rank: int, size: int, latents: int) -> tuple[str,
 @pytest.mark.parametrize("latents", [2, 5], ids=["whole", "in a short call"])
 def test_failure_beside_a_rank_that_is_not_equal_is_named(latents: int) -> None:
     name, text = values(run_ranks(interrupted_beside_unequal, 2, latents))[0]
-    assert name == "VaeFailed"
+    assert name == "RanksFailed"
     assert "failed on 1: rank 1: failed: KeyboardInterrupt." in text
 
 
@@ -180,7 +180,7 @@ def another_vae(rank: int, size: int, verb: str) -> tuple[str, str, float]:
 @pytest.mark.parametrize("verb", ["decode", "encode"])
 def test_ranks_with_different_weights_stop_before_anything_runs(verb: str) -> None:
     results = values(run_ranks(another_vae, 2, verb))
-    assert {name for name, _, _ in results} == {"VaeDisagreement"}
+    assert {name for name, _, _ in results} == {"RankDisagreement"}
     assert all("rank 0: weights " in text and "; rank 1: weights " in text for _, text, _ in results)
 
 
@@ -195,7 +195,7 @@ def written_weights(rank: int, size: int) -> tuple[str, str, float]:
 
 def test_weights_that_one_rank_has_loaded_between_two_calls_are_seen() -> None:
     results = values(run_ranks(written_weights, 2))
-    assert {name for name, _, _ in results} == {"VaeDisagreement"}
+    assert {name for name, _, _ in results} == {"RankDisagreement"}
     assert all("rank 0: weights " in text and "; rank 1: weights " in text for _, text, _ in results)
 
 
@@ -288,6 +288,6 @@ def frames_to_a_callback(rank: int, size: int) -> tuple[str, str, list[int]]:
 
 def test_frames_that_a_callback_has_are_not_sent_to_it_again() -> None:
     name, text, seen = values(run_ranks(frames_to_a_callback, 2))[0]
-    assert name == "VaeFailed"
+    assert name == "RanksFailed"
     assert "OSError: the disk is full" in text
     assert seen == [0]

@@ -16,7 +16,7 @@ from wanshim.core.decoding import OutputSpec, ParallelVae, VaeOptions, paralleli
 from wanshim.core.ranks import agreement, rendezvous
 from wanshim.core.ranks.rendezvous import Rendezvous
 from wanshim.core.ranks.store import default_store
-from wanshim.errors import VaeInvalid
+from wanshim.errors import ModelInvalid
 
 from .ranks import run_ranks, values
 from .tiny import make_latent, make_vae
@@ -129,13 +129,13 @@ def outputs(rank: int, vae: Any, groups: dict[tuple[int, ...], Any]) -> dict[str
             continue
         try:
             parallelize_decode(vae, group, output=output)
-        except VaeInvalid as error:
+        except ModelInvalid as error:
             told[name] = str(error)
     if rank < 2:
         handle = parallelize_decode(vae, outside)
         try:
             vae.decode(latent)
-        except VaeInvalid as error:
+        except ModelInvalid as error:
             told["no member"] = str(error)
         handle.remove()
     return told

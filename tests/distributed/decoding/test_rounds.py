@@ -168,7 +168,7 @@ def test_call_that_other_ranks_do_not_make_fails_in_time_and_names_them(
 ) -> None:
     for rank in callers:
         end = played[rank][name][0]
-        assert end.error == "VaeRankAbsent"
+        assert end.error == "RankAbsent"
         assert f"{absent} did not call decode within" in end.text
         assert end.seconds < MANY
 
@@ -176,5 +176,5 @@ def test_call_that_other_ranks_do_not_make_fails_in_time_and_names_them(
 @pytest.mark.parametrize("name", ["another_latent", "latent_reversed_in_time"])
 def test_call_that_meets_another_request_fails_on_every_rank_at_once(name: str, played: Any) -> None:
     ends = [scenarios[name][0] for scenarios in played]
-    assert {end.error for end in ends} == {"VaeDisagreement"}
+    assert {end.error for end in ends} == {"RankDisagreement"}
     assert len({end.text for end in ends}) == 1  # and no rank's deadline passed, which is another error

@@ -96,7 +96,7 @@ def test_writer_killed_while_it_writes_leaves_no_half_file(root: Path) -> None:
 def test_writers_error_reaches_every_waiting_process(root: Path) -> None:
     found = results(root, start(root, "fail", "encode", "encode", "encode"))
     assert found[0]["error"] == "MemoryError"
-    assert [found[rank]["error"] for rank in (1, 2, 3)] == ["EncodingFailed"] * 3
+    assert [found[rank]["error"] for rank in (1, 2, 3)] == ["RanksFailed"] * 3
     assert all("rank 0" in found[rank]["message"] for rank in (1, 2, 3))
     assert all("MemoryError: 22.7 GB do not fit" in found[rank]["message"] for rank in (1, 2, 3))
     assert calls(root) == ["0"]

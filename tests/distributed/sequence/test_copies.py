@@ -69,7 +69,7 @@ def removed_between(rank: int, size: int) -> tuple[tuple[str, str, float], list[
 
 def test_backward_after_remove_is_refused_before_a_block_has_a_gradient() -> None:
     for (found, message, _), with_gradient in values(run_ranks(removed_between, 2)):
-        assert found == "SequenceInvalid"
+        assert found == "ModelInvalid"
         assert message.startswith("a backward pass through a model that is no longer sharded. Expected remove() after")
         assert with_gradient == []
 
@@ -113,7 +113,7 @@ def test_dropout_in_a_block_is_refused_by_name_and_allowed_where_it_drops_nothin
             ("function", "Dropping 2 draws random numbers. Expected blocks without dropout"),
             ("later", "Block 1 draws random numbers: ffn.3 (p=0.1). Expected blocks without dropout"),
         ):
-            assert found[way][0] == "SequenceInvalid"
+            assert found[way][0] == "ModelInvalid"
             assert found[way][1].startswith(start)
         assert found["distance"] <= EXACT
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import wanshim
 from tests.distributed.decoding.ranks import run_ranks, values
 from tests.distributed.sequence.faults import DEADLINE, SECONDS, break_block, outcome_of, raise_
-from wanshim.errors import SequenceFailed, SequenceInvalid, WanshimError
+from wanshim.errors import ModelInvalid, RanksFailed, WanshimError
 
 from .tiny import Case, Transformer, farthest
 
@@ -42,7 +42,7 @@ def test_error_in_a_block_of_one_rank_ends_all_ranks_with_its_name(when: int, ki
     name, text = ("ValueError", "injected") if kind == "error" else ("OutOfMemoryError", "CUDA out of memory")
     assert results[1][0] == name
     for found, message, seconds in (results[0], results[2]):
-        assert found == "SequenceFailed"
+        assert found == "RanksFailed"
         assert f"rank 1: {name}: {text}" in message
         assert seconds < SECONDS
 
@@ -63,7 +63,7 @@ def test_uncaught_error_of_one_rank_ends_the_others_with_its_name() -> None:
     outcomes = run_ranks(uncaught_error, 3)
     assert outcomes[0].error == "Died"
     for found, message, seconds in values(outcomes[1:]):
-        assert found == "SequenceFailed"
+        assert found == "RanksFailed"
         assert "rank 0: KeyError: 'a sample is missing'" in message
         assert seconds < SECONDS
 
@@ -78,7 +78,7 @@ def error_that_the_caller_reports(rank: int, size: int) -> tuple[str, str, float
 
 def test_reported_error_ends_the_others_with_its_name() -> None:
     found, message, seconds = values(run_ranks(error_that_the_caller_reports, 2))[0]
-    assert (found, seconds < SECONDS) == ("SequenceFailed", True)
+    assert (found, seconds < SECONDS) == ("RanksFailed", True)
     assert "rank 1: RuntimeError: the video cannot be read" in message
 
 
@@ -94,7 +94,7 @@ def test_killed_rank_ends_the_others_in_time(victim: int) -> None:
     outcomes = run_ranks(killed_in_the_middle, 3, victim)
     assert outcomes[victim].error == "Died"
     for found, message, seconds in values([o for r, o in enumerate(outcomes) if r != victim]):
-        assert found == "SequenceFailed"
+        assert found == "RanksFailed"
         assert ("rank 1: gone" if victim else "which rank 0 of the job hosts, is gone") in message
         assert seconds < SECONDS
 
@@ -133,7 +133,7 @@ def test_rank_that_stays_away_is_named_within_the_deadline() -> None:
     for message in (waiting, late[1]):
         assert "rank 0: nothing within 3 s" in message
     assert "rank 1 is in call 0" in waiting  # the late one says where it is by then
-    assert late[0] == "SequenceFailed"
+    assert late[0] == "RanksFailed"
 
 
 def different_inputs(rank: int, size: int, kind: str) -> tuple[str, str, float, bool]:
@@ -152,7 +152,7 @@ def different_inputs(rank: int, size: int, kind: str) -> tuple[str, str, float, 
 def test_different_inputs_raise_one_table_before_the_optimizer_can_step(kind: str) -> None:
     results = values(run_ranks(different_inputs, 2, kind))
     for found, message, seconds, stepped in results:
-        assert found == "SequenceDisagreement"
+        assert found == "RankDisagreement"
         assert not stepped
         assert seconds < SECONDS
         assert message == results[0][1]
@@ -171,7 +171,7 @@ def moved_tokens(rank: int, size: int) -> tuple[str, str, float]:
 
 def test_inputs_in_another_order_are_found() -> None:
     for found, message, _ in values(run_ranks(moved_tokens, 2)):
-        assert found == "SequenceDisagreement"
+        assert found == "RankDisagreement"
         assert "different x in call 1" in message
 
 
@@ -190,7 +190,7 @@ def nan(rank: int, size: int, where: str) -> tuple[str, str, float]:
 @pytest.mark.parametrize("where", ["loss", "one rank"])
 def test_nan_ends_all_ranks_with_the_cause(where: str) -> None:
     for found, message, seconds in values(run_ranks(nan, 2, where)):
-        assert found == "SequenceFailed"
+        assert found == "RanksFailed"
         assert "the loss has a gradient that is NaN or infinite" in message
         assert seconds < SECONDS
 
@@ -212,8 +212,8 @@ def failed_then_again(rank: int, size: int) -> tuple[str, str, float]:
 
 def test_after_a_failure_a_new_handle_works_and_the_old_one_does_not() -> None:
     results = values(run_ranks(failed_then_again, 2))
-    assert [r[0] for r in results] == ["SequenceFailed", "ValueError"]
-    assert {r[1] for r in results} == {"SequenceFailed"}
+    assert [r[0] for r in results] == ["RanksFailed", "ValueError"]
+    assert {r[1] for r in results} == {"RanksFailed"}
     assert max(r[2] for r in results) <= 1e-5
 
 
@@ -235,7 +235,7 @@ def backward_that_fails(rank: int, size: int) -> tuple[str, str, float]:
 
 def test_forward_after_a_failed_backward_ends_all_ranks() -> None:
     for found, message, _ in values(run_ranks(backward_that_fails, 2)):
-        assert found == "SequenceFailed"
+        assert found == "RanksFailed"
         assert "rank 1: a backward pass ended with an error" in message
 
 
@@ -245,7 +245,7 @@ def different_models(rank: int, size: int) -> tuple[str, str, float]:
 
 def test_different_models_raise_one_table() -> None:
     results = values(run_ranks(different_models, 2))
-    assert {found for found, _, _ in results} == {"SequenceDisagreement"}
+    assert {found for found, _, _ in results} == {"RankDisagreement"}
     assert results[0][1] == results[1][1]
 
 
@@ -255,7 +255,7 @@ def bad_calls(rank: int, size: int) -> dict[str, str]:
     def said(call: Callable[[], Any]) -> str:
         try:
             call()
-        except SequenceInvalid as error:
+        except ModelInvalid as error:
             return str(error)
         return "nothing"
 
@@ -263,7 +263,7 @@ def bad_calls(rank: int, size: int) -> dict[str, str]:
     twice = said(lambda: wanshim.shard_sequence(model))
     replaced = model.blocks[1].self_attn.v
     model.blocks[1].self_attn.v = torch.nn.Sequential(replaced)
-    with pytest.raises((SequenceInvalid, SequenceFailed)) as caught:  # whichever rank comes first stops the other
+    with pytest.raises((ModelInvalid, RanksFailed)) as caught:  # whichever rank comes first stops the other
         CASE.loss(model, 1)
     model.blocks[1].self_attn.v = replaced
     handle.remove()

@@ -91,7 +91,7 @@ def test_error_in_making_it_ends_every_rank_with_its_name() -> None:
     first, *others = values(run_ranks(fail_to_make, 3))
     assert first[:2] == ("ValueError", "no such prompt")
     for name, text, _ in others:
-        assert name == "SequenceFailed"
+        assert name == "RanksFailed"
         assert "rank 0: ValueError: no such prompt" in text
 
 
@@ -125,6 +125,6 @@ def test_meeting_ends_for_all_who_came_and_within_its_time_for_one_who_did_not()
     *came, left = values(run_ranks(come_or_leave, 3))
     assert left[0] == "left"
     for name, text, seconds in came:
-        assert name == "SequenceFailed"
+        assert name == "RanksFailed"
         assert "nothing within 1.5 s in waiting for the other ranks" in text or "rank 2" in text
         assert seconds < 16

@@ -102,7 +102,7 @@ def trained_by_one(rank: int, size: int) -> tuple[str, str, float]:
 
 def test_call_with_gradients_of_one_rank_is_named_at_once() -> None:
     for name, text, seconds in values(run_ranks(trained_by_one, 2)):
-        assert name == "SequenceDisagreement"
+        assert name == "RankDisagreement"
         assert "rank 0: the model, with gradients\n  rank 1: what the first rank makes" in text
         assert "under torch.no_grad()" in text
         assert seconds < SOON

@@ -70,7 +70,7 @@ def other_frozen_weights(rank: int, size: int, kind: str) -> tuple[str, str, flo
 )
 def test_frozen_weights_that_differ_are_one_table_on_every_rank(kind: str, rows: list[str]) -> None:
     outcomes = values(run_ranks(other_frozen_weights, 3, kind))
-    assert {name for name, _, _ in outcomes} == {"SequenceDisagreement"}
+    assert {name for name, _, _ in outcomes} == {"RankDisagreement"}
     (text,) = {text for _, text, _ in outcomes}
     assert "The ranks hold different weights, " in text
     for row in rows:

@@ -29,7 +29,7 @@ from tests.distributed.decoding.faults import (
 from tests.distributed.decoding.timed import decode_and_time
 from tests.distributed.decoding.tiny import LAYOUTS, QWEN_IMAGE, encode, make_latent, make_vae, make_video
 from wanshim.core.decoding import parallelize_decode, parallelize_encode
-from wanshim.errors import VaeFailed
+from wanshim.errors import RanksFailed
 
 DEADLINE = 20.0
 STUCK_SECONDS = 45.0  # then every thread's stack goes to stderr
@@ -161,7 +161,7 @@ def encode_out_of_memory(rank: int, mode: str) -> Failed:
     name, text, began = "", "", time.monotonic()
     try:
         encode(vae, video)
-    except VaeFailed as error:
+    except RanksFailed as error:
         name, text = type(error).__name__, str(error)
     seconds = time.monotonic() - began
     again = torch.equal(encode(vae, video), before)

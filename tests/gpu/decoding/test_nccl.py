@@ -55,7 +55,7 @@ def test_call_over_nccl_out_of_memory_on_one_rank_fails_on_all_and_a_retry_works
 ) -> None:
     for ends in failed:
         end = ends[what.format(mode)]
-        assert end.name == "VaeFailed", end
+        assert end.name == "RanksFailed", end
         assert f"rank {culprit}: out of memory" in end.text, end
         assert end.seconds < DEADLINE, end
         assert end.again, end
@@ -87,7 +87,7 @@ def test_decode_over_nccl_different_shapes_raise_one_table_everywhere_and_a_retr
     ends = [of["different shapes"] for of in failed]
     assert len({end.text for end in ends}) == 1
     for end in ends:
-        assert end.name == "VaeDisagreement"
+        assert end.name == "RankDisagreement"
         assert "rank 0: shape [1, 4, 4, 9, 14]" in end.text
         assert end.seconds < DEADLINE
         assert end.again
@@ -99,6 +99,6 @@ def test_decode_over_nccl_rank_killed_in_the_middle_fails_on_the_others_in_time(
     outcomes = run_ranks(killed, 2, mode, seconds=150, backend="nccl")
     assert outcomes[1] == Outcome(error="Died", text=outcomes[1].text, exitcode=-9)
     survivor = values(outcomes[:1])[0]
-    assert survivor.name == "VaeFailed"
+    assert survivor.name == "RanksFailed"
     assert "rank 1: gone" in survivor.text
     assert survivor.seconds < DEADLINE + 2

@@ -82,10 +82,10 @@ def faulty(rank: int, size: int, kind: str) -> tuple[str, str, float]:
 @pytest.mark.parametrize(
     ("kind", "error", "cause"),
     [
-        ("killed", "SequenceFailed", "rank 1: gone"),
-        ("oom", "SequenceFailed", "rank 1: OutOfMemoryError: CUDA out of memory"),
-        ("values", "SequenceDisagreement", "different x and context and t_mod in call 2"),
-        ("shapes", "SequenceDisagreement", "rank 1: x float32 [1, 31, 20]"),
+        ("killed", "RanksFailed", "rank 1: gone"),
+        ("oom", "RanksFailed", "rank 1: OutOfMemoryError: CUDA out of memory"),
+        ("values", "RankDisagreement", "different x and context and t_mod in call 2"),
+        ("shapes", "RankDisagreement", "rank 1: x float32 [1, 31, 20]"),
     ],
 )
 def test_fault_of_one_rank_over_nccl_ends_the_other_in_time(kind: str, error: str, cause: str) -> None:

@@ -23,7 +23,7 @@ from wanshim.core.decoding.ranks.exchange import (
 )
 from wanshim.core.ranks import store as store_module
 from wanshim.core.ranks.rendezvous import KEPT_ROUNDS
-from wanshim.errors import VaeFailed, VaeInvalid, VaeRankAbsent
+from wanshim.errors import ModelInvalid, RankAbsent, RanksFailed
 
 CPU = torch.device("cpu")
 Make = Callable[..., Comm]
@@ -92,7 +92,7 @@ def test_rank_without_others_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_rank_that_does_not_come_is_named_by_its_number_in_the_job(make: Make) -> None:
-    with pytest.raises(VaeRankAbsent, match=r"rank 7 did not call decode within 0\.05 s"):
+    with pytest.raises(RankAbsent, match=r"rank 7 did not call decode within 0\.05 s"):
         make(0, deadline=0.05).meet({})
 
 
@@ -134,7 +134,7 @@ def test_store_that_is_lost_is_an_error_that_names_the_rank(make: Make) -> None:
 
     comm = make(1)
     comm._store = Lost()
-    with pytest.raises(VaeFailed, match=r"rank 7 cannot reach the store of torch.distributed: connection reset\."):
+    with pytest.raises(RanksFailed, match=r"rank 7 cannot reach the store of torch.distributed: connection reset\."):
         comm.conclude(Verdict(rank=1, kind="done"))
 
 
@@ -142,7 +142,7 @@ def test_second_thread_of_a_rank_gives_up_at_the_deadline(make: Make) -> None:
     comm = make(0, deadline=0.05)
     with (
         comm.alone(),
-        pytest.raises(VaeFailed, match=r"another thread of rank 4 has been at it for 0\.05 s"),
+        pytest.raises(RanksFailed, match=r"another thread of rank 4 has been at it for 0\.05 s"),
         make(0, deadline=0.05).alone(),
     ):
         pass
@@ -370,9 +370,9 @@ def test_ranks_that_hold_a_window_in_different_layouts_send_the_same_memory(
 def test_rank_outside_the_group_is_refused_with_those_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: 5)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [4, 7])
-    with pytest.raises(VaeInvalid, match=r"rank 5 is not in the group that decodes\. Expected one of ranks 4, 7"):
+    with pytest.raises(ModelInvalid, match=r"rank 5 is not in the group that decodes\. Expected one of ranks 4, 7"):
         exchange._ranks_of("decode", "a group")
-    with pytest.raises(VaeInvalid, match="a group that holds this rank"):
+    with pytest.raises(ModelInvalid, match="a group that holds this rank"):
         exchange._ranks_of("decode", dist.GroupMember.NON_GROUP_MEMBER)
     monkeypatch.setattr(dist, "get_rank", lambda: 7)
     assert exchange._ranks_of("decode", "a group") == ([4, 7], 1)

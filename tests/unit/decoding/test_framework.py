@@ -15,7 +15,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from tests.distributed.decoding.tiny import encode, make_latent, make_vae, make_video
 from wanshim.core.decoding import parallelize_decode, parallelize_encode
-from wanshim.errors import VaeInvalid
+from wanshim.errors import ModelInvalid
 
 
 class Half(nn.Conv2d):
@@ -177,7 +177,7 @@ def test_decode_inside_torch_func_and_of_another_class_of_tensor_is_the_framewor
 def test_layer_that_holds_others_is_refused_in_one_line() -> None:
     vae = make_vae("2.1")
     vae.decoder.conv_out = nn.Sequential(vae.decoder.conv_out)
-    with pytest.raises(VaeInvalid) as caught:
+    with pytest.raises(ModelInvalid) as caught:
         parallelize_decode(vae)
     assert str(caught.value).startswith("conv_out of the VAE is a torch.nn.modules.container.Sequential.")
     assert "\n" not in str(caught.value)

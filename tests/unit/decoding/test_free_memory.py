@@ -10,7 +10,7 @@ import torch
 
 from wanshim.core.decoding import Graph, VaeJob, make_plans, read_graph
 from wanshim.core.decoding.plan import VaePlan
-from wanshim.errors import VaeInvalid
+from wanshim.errors import ModelInvalid
 
 from .graphs import LATENTS, full, released
 
@@ -36,7 +36,7 @@ def plans_of(built: Graph, asked: VaeJob) -> tuple[tuple[VaePlan, ...], str]:
     """The plans, or none and why."""
     try:
         return make_plans(built, asked), ""
-    except VaeInvalid as refused:
+    except ModelInvalid as refused:
         return (), str(refused)
 
 

@@ -17,7 +17,7 @@ from tests.distributed.decoding.tiny import LAYOUTS, encode, make_latent, make_v
 from wanshim.core.decoding import Binding, parallel_vae, parallelize_decode, parallelize_encode, read_graph
 from wanshim.core.decoding.model.binding import find_binding
 from wanshim.core.decoding.plan import VaeJob
-from wanshim.errors import VaeInvalid
+from wanshim.errors import ModelInvalid
 
 THIRD_PARTY = """
 from diffusers import AutoencoderKLWan
@@ -60,7 +60,7 @@ def test_remove_puts_method_and_weight_layouts_back_and_may_be_called_twice() ->
 def test_second_handle_on_one_vae_is_refused() -> None:
     vae = make_vae("2.1")
     handle = parallelize_decode(vae)
-    with pytest.raises(VaeInvalid, match="parallelized already"):
+    with pytest.raises(ModelInvalid, match="parallelized already"):
         parallelize_decode(vae)
     handle.remove()
 
@@ -115,14 +115,14 @@ def test_builder_of_a_third_party_is_found_for_its_class_and_before_that_of_a_pa
 
 
 def test_unknown_vae_names_what_is_known() -> None:
-    with pytest.raises(VaeInvalid, match=r"no decoder graph for torch\.nn.*AutoencoderKLWan"):
+    with pytest.raises(ModelInvalid, match=r"no decoder graph for torch\.nn.*AutoencoderKLWan"):
         parallelize_decode(torch.nn.Linear(1, 1))
 
 
 def test_decoder_built_another_way_names_the_module() -> None:
     vae = make_vae("2.1")
     vae.decoder.up_blocks[0].resnets[0].nonlinearity = torch.nn.ReLU()
-    with pytest.raises(VaeInvalid, match=r"up_blocks\.0\.resnets\.0\.nonlinearity"):
+    with pytest.raises(ModelInvalid, match=r"up_blocks\.0\.resnets\.0\.nonlinearity"):
         read_graph(vae)
 
 
@@ -136,7 +136,7 @@ def test_decoder_built_another_way_names_the_module() -> None:
 def test_other_upsampling_is_refused(place: int, module: torch.nn.Module, expected: str) -> None:
     vae = make_vae("2.1")
     vae.decoder.up_blocks[0].upsamplers[0].resample[place] = module
-    with pytest.raises(VaeInvalid, match=rf"resample\.{place} of the VAE .* Expected {expected}"):
+    with pytest.raises(ModelInvalid, match=rf"resample\.{place} of the VAE .* Expected {expected}"):
         read_graph(vae)
 
 
@@ -145,7 +145,7 @@ def test_latent_that_does_not_fit_is_refused_with_what_would(shape: tuple[int, .
     vae = make_vae("2.1")
     handle = parallelize_decode(vae)
     expected = rf"a latent of shape \[{', '.join(map(str, shape))}\]\. Expected \[batch, 4, frames, height, width\]"
-    with pytest.raises(VaeInvalid, match=expected):
+    with pytest.raises(ModelInvalid, match=expected):
         handle.parallel(torch.zeros(shape))
     handle.remove()
 
@@ -161,7 +161,7 @@ def test_latent_that_does_not_fit_is_refused_with_what_would(shape: tuple[int, .
 )
 def test_video_that_does_not_fit_is_refused_with_what_would(layout: str, shape: tuple[int, ...], sizes: str) -> None:
     handle = parallelize_encode(make_vae(layout))
-    with pytest.raises(VaeInvalid, match=rf"a video of shape .* Expected \[batch, 3, frames, .*\], {sizes}"):
+    with pytest.raises(ModelInvalid, match=rf"a video of shape .* Expected \[batch, 3, frames, .*\], {sizes}"):
         handle.parallel(torch.zeros(shape))
     handle.remove()
 
@@ -182,14 +182,14 @@ def test_strict_encode_in_one_process_is_bit_identical_and_removed_without_trace
 def test_decode_and_encode_of_one_vae_are_parallelized_apart() -> None:
     vae = make_vae("2.1")
     handles = [parallelize_decode(vae), parallelize_encode(vae)]
-    with pytest.raises(VaeInvalid, match=r"Expected one parallel encode per VAE"):
+    with pytest.raises(ModelInvalid, match=r"Expected one parallel encode per VAE"):
         parallelize_encode(vae)
     for handle in handles:
         handle.remove()
 
 
 def test_tile_mode_of_an_encode_is_refused() -> None:
-    with pytest.raises(VaeInvalid, match=r"encode mode 'tile'.*temporal, spatial"):
+    with pytest.raises(ModelInvalid, match=r"encode mode 'tile'.*temporal, spatial"):
         parallelize_encode(make_vae("2.1"), mode="tile")
 
 
@@ -216,7 +216,7 @@ def test_video_that_wants_gradients_goes_the_frameworks_way() -> None:
 def test_encoder_built_another_way_names_the_module(change: Any, name: str) -> None:
     vae = make_vae("2.1")
     change(vae)
-    with pytest.raises(VaeInvalid, match=name):
+    with pytest.raises(ModelInvalid, match=name):
         read_graph(vae, "encode")
 
 
@@ -232,7 +232,7 @@ def test_output_names_one_rank_in_any_of_its_ways(output: Any) -> None:
 @pytest.mark.parametrize("output", ["rank", "0", "none", "rank-1", "", -1, True, (), (0, 0), ("rank0",), 1.0])
 def test_output_that_names_no_rank_is_refused(output: Any) -> None:
     vae = make_vae("2.1")
-    with pytest.raises(VaeInvalid, match=r"output=.*Expected 'all', a rank of the group"):
+    with pytest.raises(ModelInvalid, match=r"output=.*Expected 'all', a rank of the group"):
         parallelize_decode(vae, output=output)
     assert not {"decode", "_decode", "_wanshim_decode"} & set(vae.__dict__)
 
@@ -363,7 +363,7 @@ def test_plans_are_made_again_only_for_another_job(monkeypatch: pytest.MonkeyPat
     for shape in shapes:
         vae.decode(torch.zeros(shape))
     assert [job.latent for job in made] == shapes[1:]
-    with pytest.raises(VaeInvalid, match="fits"):  # the memory that is free counts, whatever was kept
+    with pytest.raises(ModelInvalid, match="fits"):  # the memory that is free counts, whatever was kept
         vae.decode(torch.zeros(shapes[-1]))
     handle.remove()
 
@@ -451,7 +451,7 @@ def test_misspelt_mode_is_refused_before_anything_is_changed(parallelize: Any, o
     vae = make_vae("2.1")
     before = dict(vae.__dict__)
     (word,) = options.values()
-    with pytest.raises(VaeInvalid, match=f"{word}.*Expected .*auto"):
+    with pytest.raises(ModelInvalid, match=f"{word}.*Expected .*auto"):
         parallelize(vae, **options)
     assert vae.__dict__ == before
 

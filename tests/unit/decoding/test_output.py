@@ -17,7 +17,7 @@ from wanshim.core.decoding.ranks.output import (
     check_receivers,
     read_receivers,
 )
-from wanshim.errors import VaeFailed, VaeInvalid
+from wanshim.errors import ModelInvalid, RanksFailed
 
 CPU, SHAPE = torch.device("cpu"), (1, 3, 4, 2, 6)
 LEFT, RIGHT = Region(rank=0, rows=(0, 2), columns=(0, 4)), Region(rank=1, rows=(0, 2), columns=(4, 6))
@@ -32,14 +32,14 @@ def test_output_names_ranks(output: Any, ranks: tuple[int, ...] | None) -> None:
 
 @pytest.mark.parametrize("output", [-1, True, 1.0, "rank", "rank1 ", "rank-1", "none", (), (0, 0), (0, "1"), None])
 def test_output_that_names_no_ranks_is_refused(output: Any) -> None:
-    with pytest.raises(VaeInvalid, match="a rank of the group"):
+    with pytest.raises(ModelInvalid, match="a rank of the group"):
         read_receivers(output)
 
 
 def test_rank_beyond_the_group_is_refused() -> None:
     check_receivers(None, 1)
     check_receivers((0, 3), 4)
-    with pytest.raises(VaeInvalid, match=r"output names rank 4 of a group of 4\. Expected ranks 0 to 3"):
+    with pytest.raises(ModelInvalid, match=r"output names rank 4 of a group of 4\. Expected ranks 0 to 3"):
         check_receivers((4, 0), 4)
 
 
@@ -117,7 +117,7 @@ def test_callback_that_hangs_ends_the_decode_at_its_deadline_with_as_many_blocks
     assert began.wait(60)
     for frames in ((1, 2), (2, 3), (3, 4)):
         receiving.deliver(frames, [LEFT, RIGHT], [torch.zeros(1, 3, 1, 2, 4)])
-    with pytest.raises(VaeFailed, match=r"on_chunk took no block for 0\.05 s"):
+    with pytest.raises(RanksFailed, match=r"on_chunk took no block for 0\.05 s"):
         receiving.deliver((0, 1), [LEFT, RIGHT], [torch.zeros(1, 3, 1, 2, 4)])
     gate.set()
     receiving.cancel()

@@ -13,7 +13,7 @@ from wanshim import settings
 from wanshim.core.decoding import VaeJob, make_plans
 from wanshim.core.decoding.modes import MODES
 from wanshim.core.decoding.plan import even_split
-from wanshim.errors import VaeInvalid
+from wanshim.errors import ModelInvalid
 
 from .graphs import LATENTS, full
 
@@ -123,12 +123,12 @@ def test_plan_that_would_fill_the_free_memory_is_not_taken() -> None:
     graph = full("2.1")
     peak = max(make_plans(graph, job(mode="tile", chunk=4))[0].peak)
     assert make_plans(graph, job(mode="tile", chunk=4, free=int(peak / 0.91)))[0].mode == "tile"
-    with pytest.raises(VaeInvalid, match=r"no decode of .* fits"):
+    with pytest.raises(ModelInvalid, match=r"no decode of .* fits"):
         make_plans(graph, job(mode="tile", chunk=4, free=int(peak / 0.93)))
 
 
 def test_auto_nothing_fits_says_what_was_free_and_what_each_plan_needs() -> None:
-    with pytest.raises(VaeInvalid, match=r"no decode of .* fits: 0\.10 GiB free .* temporal .* GiB"):
+    with pytest.raises(ModelInvalid, match=r"no decode of .* fits: 0\.10 GiB free .* temporal .* GiB"):
         make_plans(full("2.1"), job(free=GIB // 10))
 
 
@@ -189,7 +189,7 @@ def test_every_parallel_mode_can_be_set_by_the_user() -> None:
     ],
 )
 def test_job_that_makes_no_sense_is_refused(change: dict[str, object], message: str) -> None:
-    with pytest.raises(VaeInvalid, match=message):
+    with pytest.raises(ModelInvalid, match=message):
         make_plans(full("2.1"), job(**change))
 
 

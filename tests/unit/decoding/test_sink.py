@@ -10,7 +10,7 @@ import torch
 from tests.distributed.decoding.tiny import make_latent, make_vae
 from wanshim.core.decoding import parallelize_decode
 from wanshim.core.decoding.ranks.output import ChunkPump
-from wanshim.errors import VaeFailed
+from wanshim.errors import RanksFailed
 
 WAIT_S = 60.0  # a bound for a machine under load, not what anything takes
 
@@ -47,7 +47,7 @@ def test_error_in_the_callback_ends_the_decode_with_its_text() -> None:
         raise ValueError("the disk is full")
 
     handle = parallelize_decode(vae, on_chunk=refuse)
-    with pytest.raises(VaeFailed, match="ValueError: the disk is full"):
+    with pytest.raises(RanksFailed, match="ValueError: the disk is full"):
         vae.decode(make_latent(3))
     handle.remove()
 
@@ -87,7 +87,7 @@ def test_pump_whose_callback_never_returns_gives_up_in_time() -> None:
     pump.put(block, 0)
     assert began.wait(WAIT_S)  # the callback has the first block now, the queue has room for one
     pump.put(block, 1)
-    with pytest.raises(VaeFailed, match=r"on_chunk took no block for 0\.2 s"):
+    with pytest.raises(RanksFailed, match=r"on_chunk took no block for 0\.2 s"):
         pump.put(block, 2)
     gate.set()
     pump.cancel()

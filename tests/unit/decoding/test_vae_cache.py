@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.distributed.decoding.tiny import make_latent, make_vae
 from tests.forked_child import in_forked_child
 from wanshim.core.decoding import parallel_vae, read_graph, vae_cache
-from wanshim.errors import VaeRankAbsent
+from wanshim.errors import RankAbsent
 
 
 def reason() -> str:
@@ -54,7 +54,7 @@ def test_rank_that_stayed_away_is_waited_for_a_short_time_afterwards(monkeypatch
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2, timeout=timedelta(seconds=20))
     try:
         for seconds in ("0.5", "0.05", "0.05"):
-            with torch.no_grad(), pytest.raises(VaeRankAbsent, match=f"rank 1 did not call decode within {seconds} s"):
+            with torch.no_grad(), pytest.raises(RankAbsent, match=f"rank 1 did not call decode within {seconds} s"):
                 cache.run(vae, make_latent(2), vae_cache.VaeOptions(deadline=0.5))
     finally:
         dist.destroy_process_group()

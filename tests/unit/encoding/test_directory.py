@@ -14,7 +14,7 @@ import pytest
 from wanshim.core.encoding.directory import CacheDirectory, CacheUnavailable, unavailable_on_oserror
 from wanshim.core.shared import files
 from wanshim.core.shared.files import Lock, NotOwn, prompt_cache
-from wanshim.errors import CacheUnsafe
+from wanshim.errors import WanshimError
 
 
 def descriptors() -> int:
@@ -30,14 +30,14 @@ def test_directory_missing_is_made_private(cache_dir: Path) -> None:
 def test_directory_world_writable_is_refused(cache_dir: Path) -> None:
     cache_dir.mkdir()
     cache_dir.chmod(0o777)
-    with pytest.raises(CacheUnsafe, match=r"mode 0777.*chmod 700 .*cache`, or name another directory"):
+    with pytest.raises(WanshimError, match=r"mode 0777.*chmod 700 .*cache`, or name another directory"):
         CacheDirectory(cache_dir)
 
 
 @pytest.mark.parametrize("below", ["cache", "models/cache"])
 def test_directory_that_would_lie_in_a_file_is_refused(tmp_path: Path, below: str) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(CacheUnsafe, match=r"would lie in a file.*or name another directory"):
+    with pytest.raises(WanshimError, match=r"would lie in a file.*or name another directory"):
         CacheDirectory(tmp_path / "file" / below)
 
 
@@ -45,7 +45,7 @@ def test_directory_that_would_lie_in_a_file_is_refused(tmp_path: Path, below: st
 def test_directory_that_group_or_others_can_write_is_refused(cache_dir: Path, mode: int) -> None:
     cache_dir.mkdir()
     cache_dir.chmod(mode)
-    with pytest.raises(CacheUnsafe, match=f"mode {mode:04o}"):
+    with pytest.raises(WanshimError, match=f"mode {mode:04o}"):
         CacheDirectory(cache_dir)
 
 
@@ -68,13 +68,13 @@ def test_directory_is_by_default_below_the_home_of_the_user(monkeypatch: pytest.
 def test_directory_symlink_in_its_place_is_refused(cache_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     cache_dir.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CacheUnsafe, match=r"symbolic link.*Remove it, or name another directory"):
+    with pytest.raises(WanshimError, match=r"symbolic link.*Remove it, or name another directory"):
         CacheDirectory(cache_dir)
 
 
 def test_directory_file_in_its_place_is_refused(cache_dir: Path) -> None:
     cache_dir.write_text("")
-    with pytest.raises(CacheUnsafe, match="not a directory"):
+    with pytest.raises(WanshimError, match="not a directory"):
         CacheDirectory(cache_dir)
 
 
@@ -82,7 +82,7 @@ def test_directory_under_a_parent_anybody_can_rename_in_is_refused(tmp_path: Pat
     parent = tmp_path / "open"
     parent.mkdir()
     parent.chmod(0o777)
-    with pytest.raises(CacheUnsafe, match=f"no sticky bit.*chmod o-w {parent}`"):
+    with pytest.raises(WanshimError, match=f"no sticky bit.*chmod o-w {parent}`"):
         CacheDirectory(parent / "cache")
     parent.chmod(0o1777)
     CacheDirectory(parent / "cache").close()
@@ -92,7 +92,7 @@ def test_directory_of_another_user_is_refused(cache_dir: Path, give_away: Callab
     cache_dir.mkdir(mode=0o700)
     give_away(cache_dir)
     before = descriptors()
-    with pytest.raises(CacheUnsafe, match="user 12345"):
+    with pytest.raises(WanshimError, match="user 12345"):
         CacheDirectory(cache_dir)
     assert descriptors() == before
 
@@ -126,7 +126,7 @@ def test_directory_of_another_user_on_a_read_only_share_is_refused(
     cache_dir.mkdir(mode=0o700)
     share_of(65534)
     read_only()
-    with pytest.raises(CacheUnsafe, match="user 65534"):
+    with pytest.raises(WanshimError, match="user 65534"):
         CacheDirectory(cache_dir)
 
 
@@ -137,7 +137,7 @@ def test_directory_of_another_user_with_a_link_where_ownership_is_tried_out_is_r
     share_of(65534)
     monkeypatch.setattr(files, "_unguessable", lambda start, end="": f"{start}guessed{end}")
     (cache_dir / ".owner.guessed").symlink_to(tmp_path / "victim")
-    with pytest.raises(CacheUnsafe, match="user 65534"):
+    with pytest.raises(WanshimError, match="user 65534"):
         CacheDirectory(cache_dir)
     assert not (tmp_path / "victim").exists()
 
@@ -146,7 +146,7 @@ def test_directory_leaves_no_descriptor_open_and_may_be_closed_twice(cache_dir: 
     before = descriptors()
     cache_dir.mkdir(mode=0o777)
     cache_dir.chmod(0o777)
-    with pytest.raises(CacheUnsafe):
+    with pytest.raises(WanshimError, match="has mode 0"):
         CacheDirectory(cache_dir)
     cache_dir.chmod(0o700)
     with CacheDirectory(cache_dir) as directory:

@@ -15,7 +15,7 @@ import pytest
 from wanshim.core.encoding import files
 from wanshim.core.encoding.directory import CacheDirectory
 from wanshim.core.encoding.files import FileStamp, content_digest, known_digest, scan
-from wanshim.errors import EncodingInvalid
+from wanshim.errors import WanshimError
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_token_changes_with_the_path(folder: Path) -> None:
 def test_scan_folder_without_files_is_refused(tmp_path: Path, make: bool) -> None:
     if make:
         (tmp_path / "none").mkdir()
-    with pytest.raises(EncodingInvalid, match="holds no file"):
+    with pytest.raises(WanshimError, match="holds no file"):
         scan(tmp_path / "none")
 
 
@@ -81,7 +81,7 @@ def test_scan_of_what_could_be_read_for_ever_is_refused(folder: Path, link: bool
         path.symlink_to("/dev/zero")
     else:
         os.mkfifo(path)
-    with pytest.raises(EncodingInvalid, match=r"c\.safetensors' is no regular file"):
+    with pytest.raises(WanshimError, match=r"c\.safetensors' is no regular file"):
         scan(folder)
 
 
@@ -89,13 +89,13 @@ def test_pipe_that_took_the_place_of_a_file_is_not_waited_for(folder: Path, dire
     found = scan(folder)
     (folder / "a.safetensors").unlink()
     os.mkfifo(folder / "a.safetensors")
-    with pytest.raises(EncodingInvalid, match=r"a\.safetensors' is no regular file"):
+    with pytest.raises(WanshimError, match=r"a\.safetensors' is no regular file"):
         content_digest(found, directory)
 
 
 def test_scan_of_a_link_to_a_file_that_was_removed_is_refused(folder: Path) -> None:
     (folder / "c.safetensors").symlink_to(folder / "gone")
-    with pytest.raises(EncodingInvalid, match=r"c\.safetensors' is missing, or is a link"):
+    with pytest.raises(WanshimError, match=r"c\.safetensors' is missing, or is a link"):
         scan(folder)
 
 
@@ -222,5 +222,5 @@ def test_digest_is_known_after_the_clock_was_set_back(
 def test_digest_folder_that_changes_meanwhile_is_refused(folder: Path, directory: CacheDirectory) -> None:
     before = scan(folder)
     (folder / "a.safetensors").write_bytes(b"changed")
-    with pytest.raises(EncodingInvalid, match="changed while"):
+    with pytest.raises(WanshimError, match="changed while"):
         content_digest(before, directory)

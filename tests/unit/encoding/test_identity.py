@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from wanshim.core.encoding.identity import code_identity
-from wanshim.errors import EncodingInvalid
+from wanshim.errors import WanshimError
 
 Text = Callable[[str], str]
 
@@ -277,12 +277,12 @@ def test_function_that_calls_itself_is_named() -> None:
     "value", [torch.ones(2), threading.Lock(), (i for i in [1])], ids=["tensor", "lock", "iterator"]
 )
 def test_function_that_depends_on_what_has_no_exact_form_is_refused(value: Any) -> None:
-    with pytest.raises(EncodingInvalid, match=r"closing_over.* depends on a .* no exact form"):
+    with pytest.raises(WanshimError, match=r"closing_over.* depends on a .* no exact form"):
         code_identity(closing_over(value))
 
 
 def test_identity_of_a_builtin_is_refused() -> None:
-    with pytest.raises(EncodingInvalid, match="no Python function"):
+    with pytest.raises(WanshimError, match="no Python function"):
         code_identity(len)  # type: ignore[arg-type]
 
 

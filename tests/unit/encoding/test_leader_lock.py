@@ -28,7 +28,7 @@ from wanshim.core.encoding.leader_lock import (
 from wanshim.core.shared import files
 from wanshim.core.shared import processes as machine_module
 from wanshim.core.shared.processes import machine
-from wanshim.errors import DeadlineInvalid
+from wanshim.errors import SettingInvalid
 
 MakeTurns = Callable[[], LeaderLock]
 
@@ -139,7 +139,7 @@ def test_ranks_of_two_machines_take_turns_apart(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("seconds", [{"beat_s": -1.0}, {"stale_s": float("nan")}])
 def test_seconds_that_cannot_be_waited_are_refused(seconds: dict[str, float]) -> None:
-    with pytest.raises(DeadlineInvalid, match=next(iter(seconds))):
+    with pytest.raises(SettingInvalid, match=next(iter(seconds))):
         StoreLock(dist.HashStore(), "prompt", **seconds)
 
 

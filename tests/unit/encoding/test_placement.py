@@ -15,7 +15,7 @@ import torch
 from wanshim.core.encoding import EncoderPlan, choose_device, peer_gpu_bytes, plan_encoder, read_checkpoint
 from wanshim.core.encoding.placement import Checkpoint
 from wanshim.core.shared.gpu_memory import give_back
-from wanshim.errors import EncodingInvalid
+from wanshim.errors import WanshimError
 
 UMT5_XXL = Checkpoint(elements=5_680_910_336, dtype=torch.bfloat16)
 GB = 10**9
@@ -57,7 +57,7 @@ def test_plan_encoder_wider_checkpoint_rests_in_the_configured_precision() -> No
     ids=["just whole", "just not whole", "just a layer", "not a layer"],
 )
 def test_plan_encoder_leaves_two_gib_beside_the_weights(beyond: int, residence: str | None) -> None:
-    refused = pytest.raises(EncodingInvalid) if residence is None else nullcontext()
+    refused = pytest.raises(WanshimError, match="too little for even one layer") if residence is None else nullcontext()
     with refused:
         assert plan(free=2 * 2**30 + beyond).residence == residence
 
@@ -84,12 +84,12 @@ def test_plan_encoder_of_eight_bit_weights_rests_in_the_configured_precision() -
 
 
 def test_plan_encoder_on_a_gpu_whose_memory_is_unknown_is_refused() -> None:
-    with pytest.raises(EncodingInvalid, match="too little"):
+    with pytest.raises(WanshimError, match="too little"):
         plan_encoder(UMT5_XXL, compute_dtype=torch.float32, device=GPU0, why="by test", free_bytes=lambda _: None)
 
 
 def test_plan_encoder_full_gpu_is_refused_with_the_way_out() -> None:
-    with pytest.raises(EncodingInvalid, match=r"1\.0 GB free.*WANSHIM_ENCODE_ON=cpu"):
+    with pytest.raises(WanshimError, match=r"1\.0 GB free.*WANSHIM_ENCODE_ON=cpu"):
         plan(free=1 * GB)
 
 
@@ -130,7 +130,7 @@ def test_choose_device_most_free_without_a_gpu_is_the_cpu() -> None:
 
 
 def test_choose_device_unknown_place_is_refused() -> None:
-    with pytest.raises(EncodingInvalid, match=r"'fridge' names no place.*most_free"):
+    with pytest.raises(WanshimError, match=r"'fridge' names no place.*most_free"):
         choose("fridge")
 
 
@@ -169,7 +169,7 @@ def test_read_checkpoint_of_a_pickled_one_counts_bytes_unopened(
 
 
 def test_read_checkpoint_without_weights_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(EncodingInvalid, match="no weights"):
+    with pytest.raises(WanshimError, match="no weights"):
         read_checkpoint(tmp_path, default=torch.float32)
 
 

@@ -18,7 +18,7 @@ from wanshim.core.generation.shared_workers import SharedWorkers
 from wanshim.core.workers import Workers
 from wanshim.core.workers.copies import Copies
 from wanshim.core.workers.packing import Packed, TensorSpec
-from wanshim.errors import GenerationInvalid
+from wanshim.errors import ModelInvalid
 
 CPU = torch.device("cpu")
 
@@ -48,9 +48,9 @@ def test_the_pipelines_own_device_comes_first(gpus: None, own: str, request_: Re
 @pytest.mark.parametrize("gpus", [2], indirect=True)
 def test_more_gpus_than_there_are_and_another_first_device_are_refused(gpus: None) -> None:
     own = torch.device("cuda:0")
-    with pytest.raises(GenerationInvalid, match=r"3 GPUs for a pipeline. Expected at most the 2 in sight"):
+    with pytest.raises(ModelInvalid, match=r"3 GPUs for a pipeline. Expected at most the 2 in sight"):
         choose_devices(own, Request(gpus=3))
-    with pytest.raises(GenerationInvalid, match=r"a pipeline on cuda:0 over cuda:1, cuda:0"):
+    with pytest.raises(ModelInvalid, match=r"a pipeline on cuda:0 over cuda:1, cuda:0"):
         choose_devices(own, Request(devices=("cuda:1", "cuda:0")))
 
 

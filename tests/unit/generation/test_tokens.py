@@ -16,7 +16,7 @@ import wanshim
 from tests.unit.generation import toy
 from tests.unit.workers.forked import forked_in_module  # noqa: F401, a fixture
 from wanshim.core.generation import Request, SharedPipeline
-from wanshim.errors import SequenceInvalid, WorkersFailed
+from wanshim.errors import ModelInvalid, WorkersFailed
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("forked_in_module")]
 WAYS = [(2, 2), (1, 4), (1, 3), (1, 2)]
@@ -102,7 +102,7 @@ def test_text_beside_the_tokens_is_whole_on_each_process(shared: SharedPipeline,
 
 def test_training_over_ranks_refuses_text_beside_the_tokens() -> None:
     model = toy.JointModel()
-    with pytest.raises(SequenceInvalid, match=r"JointModel has blocks of two streams\. Expected blocks of one"):
+    with pytest.raises(ModelInvalid, match=r"JointModel has blocks of two streams\. Expected blocks of one"):
         wanshim.shard_sequence(model, blocks=toy.blocks_of(model))
 
 
@@ -159,7 +159,7 @@ def test_an_interrupt_of_the_program_and_its_own_error_end_the_workers(
     shared: SharedPipeline, model: toy.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(shared, model, (1, 2))
-    with pytest.raises(SequenceInvalid, match="1 token for 2 ranks"):
+    with pytest.raises(ModelInvalid, match="1 token for 2 ranks"):
         run(shared, model, (1, 2), tokens=1)
     assert shared.pids == ()
     run(shared, model, (1, 2))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.monitor.logs import make_run, start_line, steps, write_log
-from wanshim.errors import MonitorInvalid
+from wanshim.errors import WanshimError
 from wanshim.monitor import export, status
 from wanshim.monitor.runs import RunLog
 
@@ -43,7 +43,7 @@ def test_tensorboard_reads_back_what_was_logged(run: RunLog, tmp_path: Path) -> 
     assert loss[-1].value != loss[-1].value
     assert [event.value for event in events.Scalars("gpu/memory_bytes")] == [7, 7]
     assert [event.value for event in events.Scalars("time/step_seconds")][:2] == pytest.approx([0.1, 0.1])
-    with pytest.raises(MonitorInvalid, match="holds event files already"):
+    with pytest.raises(WanshimError, match="holds event files already"):
         export.to_tensorboard(run, tmp_path / "tb")
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.unit.monitor.logs import make_run, start_line, steps, write_log
 from wanshim.cli.main import app
-from wanshim.errors import MonitorInvalid
+from wanshim.errors import WanshimError
 from wanshim.monitor.runs import RunFolder
 
 pytest.importorskip("starlette", reason="the extra wanshim[monitor] is not installed")
@@ -80,9 +80,9 @@ def test_writing_is_not_offered(client: TestClient) -> None:
 
 
 def test_another_address_without_a_token_is_refused(logs: RunFolder) -> None:
-    with pytest.raises(MonitorInvalid, match="WANSHIM_MONITOR_TOKEN"):
+    with pytest.raises(WanshimError, match="WANSHIM_MONITOR_TOKEN"):
         server.make_app(logs, host="0.0.0.0")
-    with pytest.raises(MonitorInvalid, match="16 or more"):
+    with pytest.raises(WanshimError, match="16 or more"):
         server.make_app(logs, token="short", host="0.0.0.0")
 
 
@@ -133,7 +133,7 @@ def test_token_that_is_too_short_is_refused_before_an_address_is_printed(
 ) -> None:
     monkeypatch.setenv("WANSHIM_MONITOR_TOKEN", "short")
     result = CliRunner().invoke(app, ["monitor", str(logs.folder), "--serve"])
-    assert isinstance(result.exception, MonitorInvalid)
+    assert isinstance(result.exception, WanshimError)
     assert result.output == ""
 
 
@@ -147,7 +147,7 @@ def test_busy_port_is_an_error_and_prints_nobodys_address(logs: RunFolder, host:
     with other:
         port = other.getsockname()[1]
         result = CliRunner().invoke(app, ["monitor", str(logs.folder), "--serve", "--host", host, "--port", str(port)])
-    assert isinstance(result.exception, MonitorInvalid)
+    assert isinstance(result.exception, WanshimError)
     assert f"port {port} of {host}: Address already in use" in str(result.exception)
     assert result.output == ""
 
@@ -194,7 +194,7 @@ def test_events_are_passed_on_as_they_come_by_nginx(logs: RunFolder) -> None:
 
 
 def test_folder_that_is_made_later_is_shown_then(tmp_path: Path) -> None:
-    with pytest.raises(MonitorInvalid, match="no folder"):
+    with pytest.raises(WanshimError, match="no folder"):
         RunFolder(tmp_path / "later")
     runs = RunFolder(tmp_path / "later", may_come=True)
     with TestClient(server.make_app(runs), base_url="http://127.0.0.1") as client:

@@ -12,7 +12,7 @@ from tests.unit.fake_streams import Stream, Streams
 from wanshim.core.offload import CheckpointOffload
 from wanshim.core.offload.channel import IN_FLIGHT, Arrival, Channel, Transfer
 from wanshim.core.shared.host_memory import Buffer, HostPool
-from wanshim.errors import OffloadInvalid
+from wanshim.errors import WanshimError
 
 CPU = torch.device("cpu")
 
@@ -288,7 +288,7 @@ def test_tensor_written_to_before_its_copy_was_whole_stops_the_backward(
     saved = offload.pack(value)
     value.add_(1)
     kept = [offload.pack(torch.ones(4)) for _ in range(others)]
-    with pytest.raises(OffloadInvalid, match="was written to"):
+    with pytest.raises(WanshimError, match="was written to"):
         offload.unpack(saved)
     assert len(kept) == others
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.unit.conftest import FakeFramework
 from tests.unit.patching.places import LEAF, foreign, place, prefixing, state
-from wanshim.errors import ProbeMismatch, SeamConflict
+from wanshim.errors import FeatureUnavailable, WanshimError
 from wanshim.patching import Kind, Seam, SeamState
 from wanshim.patching.transaction import MISSING, has_target, in_place, owner_of, put_in, take_out
 
@@ -131,7 +131,7 @@ def test_factory_that_fails_last_leaves_no_trace_of_the_first(leaf: types.Module
 
 def test_missing_target_leaves_no_trace_of_the_others(leaf: types.ModuleType) -> None:
     before = dict(vars(leaf))
-    with pytest.raises(ProbeMismatch) as caught:
+    with pytest.raises(FeatureUnavailable) as caught:
         put_in([state("plain"), state("gone")])
     assert str(caught.value) == ("fakewan.leaf:gone is not there. Run `wanshim doctor` for the seams it looked for.")
     assert vars(leaf) == before
@@ -188,7 +188,7 @@ def test_wrapper_beneath_ours_is_given_back(leaf: types.ModuleType) -> None:
 
 def test_function_of_another_file_in_the_place_is_refused(leaf: types.ModuleType) -> None:
     stranger = leaf.plain = lambda x: ("stranger", x)
-    with pytest.raises(ProbeMismatch) as caught:
+    with pytest.raises(FeatureUnavailable) as caught:
         put_in([state("plain")])
     text = str(caught.value)
     assert text.startswith("fakewan.leaf:plain has been replaced by tests.unit.patching.test_transaction:")
@@ -200,12 +200,12 @@ def test_function_of_another_file_in_the_place_is_refused(leaf: types.ModuleType
 
 @pytest.mark.parametrize("name", ["Model.size", "ALLOWED", "Model"])
 def test_place_that_holds_no_function_is_refused_for_a_closure(leaf: types.ModuleType, name: str) -> None:
-    with pytest.raises(ProbeMismatch, match="Expected a plain function"):
+    with pytest.raises(FeatureUnavailable, match="Expected a plain function"):
         put_in([state(name)])
 
 
 def test_method_that_a_class_only_inherits_is_not_there(leaf: types.ModuleType) -> None:
-    with pytest.raises(ProbeMismatch, match="is not there"):
+    with pytest.raises(FeatureUnavailable, match="is not there"):
         put_in([state("Child.forward")])
 
 
@@ -251,12 +251,12 @@ def test_seam_that_admits_inheritance_takes_the_class_s_own_method_first(leaf: t
 def test_inherited_target_that_no_parent_has_is_not_there(leaf: types.ModuleType) -> None:
     one = state("Child.backward", inherited=True)
     assert not has_target(one)
-    with pytest.raises(ProbeMismatch, match="is not there"):
+    with pytest.raises(FeatureUnavailable, match="is not there"):
         put_in([one])
 
 
 def test_only_a_closure_takes_the_place_of_an_inherited_method() -> None:
-    with pytest.raises(SeamConflict, match="Expected a plain closure"):
+    with pytest.raises(WanshimError, match="Expected a plain closure"):
         state("Child.forward", kind=Kind.WRAPT, inherited=True)
 
 
@@ -272,7 +272,7 @@ def test_only_a_closure_takes_the_place_of_an_inherited_method() -> None:
 def test_two_patches_of_ours_in_one_place_are_a_conflict(leaf: types.ModuleType, first: Any, second: Any) -> None:
     one = state("plain", *first)
     put_in([one])
-    with pytest.raises(SeamConflict) as caught:
+    with pytest.raises(WanshimError) as caught:
         put_in([state("plain", *second)])
     assert str(caught.value) == "fakewan.leaf:plain already carries a replacement of wanshim."
     assert leaf.plain(1) == ("ours", "original", 1)
@@ -354,7 +354,7 @@ def test_captured_list_is_rebound_with_the_value(leaf: types.ModuleType, fake: F
 
 
 def test_wrapt_is_refused_for_a_seam_in_a_graph() -> None:
-    with pytest.raises(SeamConflict) as caught:
+    with pytest.raises(WanshimError) as caught:
         state("plain", prefixing, Kind.WRAPT, in_graph=True)
     assert str(caught.value) == (
         "seam fakewan.leaf:plain is reached by torch.compile and asks for a wrapt wrapper. Expected a plain "
@@ -364,7 +364,7 @@ def test_wrapt_is_refused_for_a_seam_in_a_graph() -> None:
 
 @pytest.mark.parametrize("target", ["fakewan.leaf", "fakewan.leaf:", ":f", "a:b:c"])
 def test_target_that_is_no_target_is_refused(target: str) -> None:
-    with pytest.raises(SeamConflict, match=r"Expected 'package\.module:Qualified\.name'"):
+    with pytest.raises(WanshimError, match=r"Expected 'package\.module:Qualified\.name'"):
         Seam(target, prefixing, why="w", upstream="u", remove_when="r")
 
 

@@ -19,7 +19,7 @@ from wanshim.core.model_split import split_model
 from wanshim.core.offload import CheckpointOffload
 from wanshim.core.offload.channel import IN_FLIGHT
 from wanshim.core.pipeline import PendingLoss, Pipeline, refusal
-from wanshim.errors import PipelineInvalid
+from wanshim.errors import WanshimError
 
 
 class Block(nn.Module):
@@ -251,7 +251,7 @@ def test_forwards_that_wait_for_a_backward_nobody_asks_for_are_an_error(stages: 
     model = Model()
     pipeline = lanes_of(model, stages)
     error = ends(lambda: [pipeline.submit(partial(model, data(number))) for number in range(stages + 2)])
-    assert isinstance(error, PipelineInvalid)
+    assert isinstance(error, WanshimError)
     assert f"the caller waits for the start of micro-batch {stages}" in str(error)
     assert "wanshim micro-batch 0 waits for the backward of micro-batch 0 to be asked for" in str(error)
     assert f"wanshim micro-batch {stages} waits for its forward on stage 0" in str(error)
@@ -266,7 +266,7 @@ def test_loss_read_before_an_earlier_backward_was_asked_for_is_an_error() -> Non
         return losses[2].item()
 
     error = ends(read)
-    assert isinstance(error, PipelineInvalid)
+    assert isinstance(error, WanshimError)
     assert "the caller waits for the loss of micro-batch 2" in str(error)
 
 
@@ -334,7 +334,7 @@ def test_loss_without_a_backward_is_an_error_at_the_join() -> None:
     model = Model()
     pipeline = lanes_of(model)
     pipeline.submit(partial(model, data(0)))
-    with pytest.raises(PipelineInvalid, match=r"no backward was asked for micro-batches \[0\]"):
+    with pytest.raises(WanshimError, match=r"no backward was asked for micro-batches \[0\]"):
         pipeline.join()
 
 
@@ -348,7 +348,7 @@ def test_forward_that_does_not_pass_the_blocks_once_is_refused(times: int) -> No
         pipeline.backward(loss, torch.Tensor.backward)
         pipeline.join()
 
-    with pytest.raises(PipelineInvalid, match="WANSHIM_PIPELINE=0"):
+    with pytest.raises(WanshimError, match="WANSHIM_PIPELINE=0"):
         go()
 
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from wanshim.core.pipeline.schedule import Abandoned, Schedule, Unit, pipeline_bound
-from wanshim.errors import PipelineInvalid
+from wanshim.errors import WanshimError
 
 
 def order(stages: int, stage: int, count: int) -> list[str]:
@@ -85,7 +85,7 @@ def test_thread_that_ends_without_a_word_wakes_those_who_wait_for_it() -> None:
     schedule._changed.wait = lambda timeout: (left.set(), lane.join())  # it ends while the caller waits
     with pytest.raises(Abandoned):
         schedule.wait_until(lambda: False, "the loss of micro-batch 0")
-    assert isinstance(schedule.error, PipelineInvalid)
+    assert isinstance(schedule.error, WanshimError)
     assert "lane 0 has ended, the caller waits for the loss of micro-batch 0" in str(schedule.error)
 
 

@@ -91,7 +91,7 @@ def test_agreement_rank_that_never_comes_is_absent_and_not_of_another_patch_set(
     outcomes = meet(carries(), None, carries(), timeout_s=0.5)
     assert all(isinstance(outcome, Absent) for outcome in outcomes)
     assert outcomes[0].never == (1,)
-    text = str(outcomes[0].error(RankAbsent, [4, 5, 6], "decode", 0.5))
+    text = str(outcomes[0].error([4, 5, 6], "decode", 0.5))
     assert text.startswith("rank 5 did not call decode within 0.5 s")  # which of the others gave up first may follow
     assert "Expected each of ranks 4, 5, 6 to call decode" in text
     assert "patch set" not in text
@@ -108,7 +108,7 @@ def test_agreement_of_all_ranks_after_one_asked_alone_compares_what_they_carry_n
 
 def test_agreement_names_all_ranks_that_never_came() -> None:
     (absent,) = meet(carries(), None, None, timeout_s=0.05)
-    text = str(absent.error(RankAbsent, [4, 5, 6], "decode", 0.05))
+    text = str(absent.error([4, 5, 6], "decode", 0.05))
     assert text.startswith("ranks 5, 6 did not call decode within 0.05 s.")
 
 

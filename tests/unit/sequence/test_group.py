@@ -16,7 +16,7 @@ from wanshim.core.sequence import group as module
 from wanshim.core.sequence.attendance import Attendance
 from wanshim.core.sequence.group import SequenceGroup
 from wanshim.core.sequence.leader import Leader
-from wanshim.errors import SequenceFailed, SequenceInvalid
+from wanshim.errors import ModelInvalid, RanksFailed
 
 RANKS = [4, 7, 2]
 Make = Callable[..., SequenceGroup]
@@ -92,7 +92,7 @@ def test_wait_ends_at_the_deadline_and_names_its_step(make: Make, monkeypatch: p
     make(0).poll(lambda: next(looks))
     group = make(0, deadline=0.02)
     group.watch.at("sum of gradients")
-    with pytest.raises(SequenceFailed, match=r"rank 4: nothing within 0\.02 s in sum of gradients"):
+    with pytest.raises(RanksFailed, match=r"rank 4: nothing within 0\.02 s in sum of gradients"):
         group.poll(lambda: False)
 
 
@@ -144,7 +144,7 @@ def test_step_after_a_meeting_is_the_one_before_it(make: Make) -> None:
 def test_model_that_moved_to_another_device_is_one_clear_error(make: Make) -> None:
     group = make(0)
     group._peers, group._device = SimpleNamespace(), torch.device("cpu")
-    with pytest.raises(SequenceInvalid, match=r"tensors on meta in a group that began on cpu.*Call remove\(\) before"):
+    with pytest.raises(ModelInvalid, match=r"tensors on meta in a group that began on cpu.*Call remove\(\) before"):
         group.sum(torch.empty(1, device="meta"))
 
 
@@ -172,6 +172,6 @@ def test_failed_exchange_ends_with_the_error_of_the_rank_that_caused_it(make: Ma
         raise RuntimeError("peer closed\nframe #0: c10")
 
     group._peers, group._device = SimpleNamespace(allreduce=broken), torch.device("cpu")
-    with pytest.raises(SequenceFailed, match="stopped: rank 7: ValueError: no such sample"):
+    with pytest.raises(RanksFailed, match="stopped: rank 7: ValueError: no such sample"):
         group.sum(torch.zeros(1))
     assert group.watch._mine["failure"] == ["connection", "block 4: peer closed"]

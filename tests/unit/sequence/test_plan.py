@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from wanshim.core.sequence import plan_sequence
 from wanshim.core.sequence.plan import shares, spans
-from wanshim.errors import SequenceInvalid
+from wanshim.errors import ModelInvalid
 
 
 @given(total=st.integers(0, 10_000), parts=st.integers(1, 64))
@@ -64,5 +64,5 @@ def test_plan_prints_who_holds_what() -> None:
     ],
 )
 def test_plan_that_cannot_be_is_one_clear_error(ranks: tuple[int, ...], heads: int, message: str) -> None:
-    with pytest.raises(SequenceInvalid, match=message):
+    with pytest.raises(ModelInvalid, match=message):
         plan_sequence(ranks, heads=heads, blocks=1)

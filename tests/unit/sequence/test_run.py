@@ -14,7 +14,7 @@ from wanshim.core.sequence.gradients import GradientAverage
 from wanshim.core.sequence.inputs import InputCheck
 from wanshim.core.sequence.plan import SequencePlan
 from wanshim.core.sequence.run import ShardedModel
-from wanshim.errors import SequenceDisagreement, SequenceInvalid
+from wanshim.errors import ModelInvalid, RankDisagreement
 
 PLAN = SequencePlan(ranks=(4, 7), blocks=1, heads=(1, 1), tokens=(3, 2))
 
@@ -172,7 +172,7 @@ def test_different_values_are_shown_beside_the_ranks_numbers() -> None:
     check._table[0, 0] = check._table[1, 0]  # described alike
     check._table[0, 2] = check._table[1, 2]  # and the same context
     check.arrive()
-    with pytest.raises(SequenceDisagreement) as caught:
+    with pytest.raises(RankDisagreement) as caught:
         check.verify()
     assert "with different x in call 3:\n  rank 4: x 000000ab\n  rank 7: x " in str(caught.value)
     assert [kind for kind, _ in pair.watch.failures] == ["different"]
@@ -215,7 +215,7 @@ def test_autograd_grad_is_refused_and_leaves_earlier_gradients_as_they_were() ->
     summed = average_of(pair, [parameter], bucket_bytes=2**20)
     parameter.grad = earlier = torch.full((2,), 7.0)
     torch.autograd.grad((parameter * 3).sum(), parameter)
-    with pytest.raises(SequenceInvalid, match=r"torch\.autograd\.grad computed this rank's part of 1 gradients"):
+    with pytest.raises(ModelInvalid, match=r"torch\.autograd\.grad computed this rank's part of 1 gradients"):
         summed.finish()
     assert parameter.grad is earlier
 

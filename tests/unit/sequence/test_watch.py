@@ -20,7 +20,7 @@ import torch.distributed as dist
 from wanshim.core.ranks.rendezvous import Rendezvous
 from wanshim.core.sequence import watch as module
 from wanshim.core.sequence.watch import Watch, different_calls
-from wanshim.errors import SequenceDisagreement, SequenceFailed
+from wanshim.errors import RankDisagreement, RanksFailed
 
 RANKS = (4, 0)
 BOUND_S = 60.0  # for a machine under load, not what anything takes
@@ -81,7 +81,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
 
 
 def test_rank_that_does_not_come_is_named_by_its_number_in_the_job(group: Group) -> None:
-    with pytest.raises(SequenceFailed, match=r"rank 0 did not call shard_sequence within 0\.05 s\. .* ranks 4, 0"):
+    with pytest.raises(RanksFailed, match=r"rank 0 did not call shard_sequence within 0\.05 s\. .* ranks 4, 0"):
         group.rank(0, deadline=0.05).start(MODEL)
 
 
@@ -89,7 +89,7 @@ def test_different_models_are_shown_beside_the_ranks_numbers(group: Group) -> No
     other = {"model": "Wan", "blocks": 30}
     with ThreadPoolExecutor(2) as threads:
         for started in [threads.submit(group.rank(place).start, (MODEL, other)[place]) for place in (0, 1)]:
-            with pytest.raises(SequenceDisagreement, match=r'rank 4: .*"blocks": 40.*\n  rank 0: .*"blocks": 30'):
+            with pytest.raises(RankDisagreement, match=r'rank 4: .*"blocks": 40.*\n  rank 0: .*"blocks": 30'):
                 started.result()
 
 
@@ -99,7 +99,7 @@ def test_error_of_one_rank_reaches_the_other_with_its_name_and_wakes_it(group: G
     one.fail_with(ValueError("no such sample\nand a second line"))
     until(lambda: other.failed and group.aborts[1])
     for watch in (one, other):
-        with pytest.raises(SequenceFailed, match=r"ranks 4, 0 stopped: rank 4: ValueError: no such sample\. Expected"):
+        with pytest.raises(RanksFailed, match=r"ranks 4, 0 stopped: rank 4: ValueError: no such sample\. Expected"):
             watch.check()
 
 
@@ -250,7 +250,7 @@ def test_different_calls_end_both_ranks_with_one_table(group: Group) -> None:
     other.called(1, "x [1, 31, 20]")
     until(lambda: one.failed and other.failed)
     texts = {str(watch.cause()) for watch in (one, other)}
-    assert {type(watch.cause()) for watch in (one, other)} == {SequenceDisagreement}
+    assert {type(watch.cause()) for watch in (one, other)} == {RankDisagreement}
     assert len(texts) == 1
     assert "different inputs:\n  rank 4: x [1, 30, 20]\n  rank 0: x [1, 31, 20]" in texts.pop()
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from wanshim.core.shared.fallback import Fallback, by_framework, cause_of, or_framework
-from wanshim.errors import RankDisagreement, SettingInvalid, VaeDisagreement, VaeFailed, VaeRankAbsent
+from wanshim.errors import RankAbsent, RankDisagreement, RanksFailed, SettingInvalid
 
 PTXAS = "PTXAS error: Internal Triton PTX codegen error\n`ptxas` stderr:\nptxas fatal : Value 'sm_120' is not defined"
 
@@ -24,8 +24,8 @@ FAILURES = (
     subprocess.CalledProcessError(1, ["gcc"]),
     OSError(28, "No space left on device"),
     MemoryError(),
-    VaeFailed("single decode on 1 ranks failed on 1"),
-    VaeRankAbsent("rank 1 did not call decode within 2 s"),
+    RanksFailed("single decode on 1 ranks failed on 1"),
+    RankAbsent("rank 1 did not call decode within 2 s"),
 )
 
 
@@ -57,7 +57,7 @@ def test_the_cause_is_the_first_line_that_says_something() -> None:
     assert cause_of(FAILURES[0]) == "RuntimeError: Failed to find C compiler. Please specify via CC."
     assert cause_of(FAILURES[2]) == "PTXASError: PTXAS error: Internal Triton PTX codegen error"
     assert cause_of(MemoryError()) == "MemoryError"
-    assert cause_of(VaeFailed("a rank is gone")) == "a rank is gone."
+    assert cause_of(RanksFailed("a rank is gone")) == "a rank is gone."
 
 
 def test_a_rule_of_ours_is_no_failure_that_strict_raises() -> None:
@@ -67,7 +67,7 @@ def test_a_rule_of_ours_is_no_failure_that_strict_raises() -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [RankDisagreement("a"), VaeDisagreement("b"), SettingInvalid("c"), KeyboardInterrupt(), SystemExit(1)],
+    [RankDisagreement("a"), RankDisagreement("b"), SettingInvalid("c"), KeyboardInterrupt(), SystemExit(1)],
     ids=lambda error: type(error).__name__,
 )
 def test_what_the_framework_would_hide_is_raised(error: BaseException) -> None:

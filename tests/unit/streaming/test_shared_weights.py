@@ -14,7 +14,7 @@ from torch import nn
 from tests.unit.threads import at_once
 from wanshim.core.streaming import LocalRanks, shared_memory, shared_weights
 from wanshim.core.streaming.shared_weights import load_once
-from wanshim.errors import HostMemoryInvalid, StreamingInvalid
+from wanshim.errors import HostMemoryInvalid, WanshimError
 
 
 class First:  # counts what a process does, and these ranks have one process
@@ -108,5 +108,5 @@ def test_rank_that_cannot_load_ends_the_others_with_its_error() -> None:
     found, loaded = as_ranks(failing)
     assert loaded == [0]
     assert isinstance(found[0], FileNotFoundError)
-    assert isinstance(found[1], StreamingInvalid)
+    assert isinstance(found[1], WanshimError)
     assert "FileNotFoundError: model.safetensors" in str(found[1])

@@ -25,7 +25,7 @@ from wanshim.core.streaming import (
     streamed_blocks,
 )
 from wanshim.core.streaming.block_weights import can_wait
-from wanshim.errors import HostMemoryInvalid, PlacementInvalid, StreamingInvalid
+from wanshim.errors import HostMemoryInvalid, PlacementInvalid, WanshimError
 
 GIB = 2**30
 
@@ -226,7 +226,7 @@ def test_rank_whose_streamed_weights_differ_stops_both_and_is_named(name: str, m
     weights[name].data[..., -1].add_(2**-10)
     first, second = Ranks(models).run(monkeypatch)
     assert f"blocks.{last}.{name} is not what local rank 0 has" in second
-    assert f"local rank 1 of here failed: StreamingInvalid: blocks.{last}.{name}" in first
+    assert f"local rank 1 of here failed: WanshimError: blocks.{last}.{name}" in first
 
 
 def test_rank_that_fails_before_the_ranks_meet_again_stops_the_other_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +250,7 @@ def test_training_without_checkpointing_is_refused_before_it_is_wrong() -> None:
     model = Model()
     stream_model(model, "cpu", count=4)
     model.checkpointing = False
-    with pytest.raises(StreamingInvalid, match="without checkpointing"):
+    with pytest.raises(WanshimError, match="without checkpointing"):
         model(data(0))
     model.checkpointing = True
     assert torch.equal(model(data(0)), Model()(data(0)))
@@ -262,7 +262,7 @@ def test_checkpoint_over_several_blocks_is_refused() -> None:
     x = model.embed(data(0)).requires_grad_()
     for first in range(0, BLOCKS, 4):
         x = checkpoint(nn.Sequential(*model.blocks[first : first + 4]), x, use_reentrant=False)
-    with pytest.raises(StreamingInvalid, match=r"streamed block 7 after block 5.*a checkpoint for each block"):
+    with pytest.raises(WanshimError, match=r"streamed block 7 after block 5.*a checkpoint for each block"):
         x.sum().backward()
 
 
@@ -302,7 +302,7 @@ def test_moves_leave_what_waits_and_take_the_rest() -> None:
 def test_change_of_dtype_is_refused_while_weights_wait() -> None:
     model = Model()
     stream_model(model, "cpu", count=4)
-    with pytest.raises(StreamingInvalid, match=r"were to become torch\.bfloat16"):
+    with pytest.raises(WanshimError, match=r"were to become torch\.bfloat16"):
         model.to(torch.bfloat16)
 
 
@@ -314,7 +314,7 @@ def test_base_weights_are_not_loaded_over_those_the_ranks_share() -> None:
         whole = module.state_dict()
         for name in ("base.weight", "scale"):
             path = f"{prefix}blocks.1.{name}"
-            with pytest.raises(StreamingInvalid, match=f"{path} was to be loaded .* shared between ranks"):
+            with pytest.raises(WanshimError, match=f"{path} was to be loaded .* shared between ranks"):
                 module.load_state_dict({path: whole[path]}, strict=False)
         adapters = {name: t for name, t in whole.items() if "up" in name or "down" in name}
         module.load_state_dict(adapters, strict=False)

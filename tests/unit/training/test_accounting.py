@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wanshim.core.training import GlobalSteps, StepAccounting
-from wanshim.errors import TrainingInvalid
+from wanshim.errors import SettingInvalid
 
 COUNT = st.integers(1, 50)
 
@@ -53,7 +53,7 @@ def test_steps_of_any_run_equal_those_of_a_loop(
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, None])
 def test_count_that_is_none_is_refused_by_name(value: object) -> None:
-    with pytest.raises(TrainingInvalid, match="processes="):
+    with pytest.raises(SettingInvalid, match="processes="):
         StepAccounting(10, processes=value)  # type: ignore[arg-type]
 
 
@@ -70,7 +70,7 @@ def test_ranks_of_one_sequence_parallel_group_share_their_samples(
 
 
 def test_groups_that_do_not_divide_the_processes_are_refused() -> None:
-    with pytest.raises(TrainingInvalid, match="sequence_parallel=3"):
+    with pytest.raises(SettingInvalid, match="sequence_parallel=3"):
         GlobalSteps(10, processes=4, sequence_parallel=3)
 
 

@@ -15,7 +15,7 @@ from wanshim.core.training import progress_log
 from wanshim.core.training.accounting import StepAccounting
 from wanshim.core.training.progress_log import ProgressLog, file_name, run_folder, write_run
 from wanshim.core.training.recorder import RunRecorder, TrainingRun
-from wanshim.errors import ProgressLogUnsafe
+from wanshim.errors import WanshimError
 from wanshim.monitor import status
 from wanshim.monitor.health import USUAL
 from wanshim.monitor.runs import RunFolder
@@ -148,7 +148,7 @@ def test_log_that_is_a_link_is_not_written_through(
     folder = tmp_path / "run"
     folder.mkdir()
     link(folder / file_name(0, "cpu"), victim)
-    with pytest.raises(ProgressLogUnsafe, match=found):
+    with pytest.raises(WanshimError, match=found):
         ProgressLog(folder, 0, ["cpu"])
     assert [path.name for path in folder.iterdir()] == [file_name(0, "cpu")]  # nothing is left behind
 
@@ -157,7 +157,7 @@ def test_lock_that_is_a_link_is_not_written_through(tmp_path: Path, victim: Path
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / ".rank-00000.lock").symlink_to(victim)
-    with pytest.raises(ProgressLogUnsafe, match="is a symbolic link"):
+    with pytest.raises(WanshimError, match="is a symbolic link"):
         ProgressLog(folder, 0, ["cpu"])
 
 
@@ -174,9 +174,9 @@ def test_run_json_is_written_under_no_name_that_others_can_guess(tmp_path: Path,
 def test_folder_that_is_a_link_is_not_written_to(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "run").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ProgressLogUnsafe, match="is a symbolic link"):
+    with pytest.raises(WanshimError, match="is a symbolic link"):
         ProgressLog(tmp_path / "run", 0, ["cpu"])
-    with pytest.raises(ProgressLogUnsafe, match="is a symbolic link"):
+    with pytest.raises(WanshimError, match="is a symbolic link"):
         write_run(tmp_path / "run", {})
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
@@ -188,7 +188,7 @@ def test_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.
     else:
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
         monkeypatch.setattr(OwnFolder, "_owner_of_a_new_file", lambda folder: 12345)
-    with pytest.raises(ProgressLogUnsafe, match="belongs to user"):
+    with pytest.raises(WanshimError, match="belongs to user"):
         ProgressLog(tmp_path / "run", 0, ["cpu"])
 
 
@@ -261,7 +261,7 @@ def test_log_that_cannot_be_opened_leaves_its_place_to_the_next(tmp_path: Path) 
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / file_name(0, "cpu")).mkdir()
-    with pytest.raises(OSError):
+    with pytest.raises(WanshimError, match="is a directory"):
         ProgressLog(folder, 0, ["cpu"])
     (folder / file_name(0, "cpu")).rmdir()
     log = ProgressLog(folder, 0, ["cpu"])

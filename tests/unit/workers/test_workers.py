@@ -22,7 +22,7 @@ from tests.unit.workers.forked import forked  # noqa: F401, a fixture
 from wanshim.core.workers import Workers
 from wanshim.core.workers import pool as pool_module
 from wanshim.core.workers.packing import elements
-from wanshim.errors import UsedAfterFork, WorkersFailed, WorkersInvalid
+from wanshim.errors import WanshimError, WorkersFailed, WorkersInvalid
 
 CPU = torch.device("cpu")
 
@@ -383,7 +383,7 @@ def test_a_forked_process_is_refused(pool, model):
     if not child:
         try:
             pool.hold(model)
-        except UsedAfterFork:
+        except WanshimError:
             os.write(write, b"refused")
         finally:
             pool.close()

@@ -17,7 +17,7 @@ from torch import nn
 
 from wanshim.core.shared.fallback import cause_of
 from wanshim.core.shared.gpu_memory import is_memory
-from wanshim.errors import CompileFailed, hint
+from wanshim.errors import WanshimError
 from wanshim.undo import Undo
 
 # Of one class: devices of a process, times kinds of call (with gradients and without, one shape and any).
@@ -62,7 +62,7 @@ class CompiledBlocks:
             ranks exchange as before. None: it is raised, and no block runs in pieces or without the compiler.
 
     Raises:
-        CompileFailed: in a block's call, without `on_fallback`.
+        WanshimError: in a block's call, without `on_fallback`.
     """
 
     def __init__(
@@ -232,11 +232,11 @@ def _backward_too() -> contextlib.AbstractContextManager[Any]:
     return config.patch(name, True) if hasattr(config, name) else contextlib.nullcontext()
 
 
-def _broken(name: str, reason: str) -> CompileFailed:
-    return CompileFailed(
+def _broken(name: str, reason: str) -> WanshimError:
+    return WanshimError(
         f"{name} does not compile as one graph: {reason.strip().splitlines()[0]}",
         expected="blocks without a graph break",
-        hint=hint("compile_off"),
+        topic="compile_off",
     )
 
 

@@ -17,7 +17,7 @@ from wanshim.core.decoding.ranks.output import OnChunk, OutputSpec, check_receiv
 from wanshim.core.shared.copies import detached_copy, set_copier
 from wanshim.core.shared.fallback import framework_computes, or_framework
 from wanshim.core.shared.recent import Recent
-from wanshim.errors import VaeInvalid
+from wanshim.errors import ModelInvalid
 from wanshim.undo import Undo
 
 from .parallel_vae import ParallelVae, VaeOptions
@@ -146,9 +146,9 @@ def parallelize_decode(
         binding: how to decode with a VAE that no registered builder knows.
 
     Raises:
-        VaeInvalid: the VAE or the mode is unknown, the VAE is parallelized already, or `output` names no rank of the
+        ModelInvalid: the VAE or the mode is unknown, the VAE is parallelized already, or `output` names no rank of the
             group.
-        DeadlineInvalid: `deadline` cannot be waited.
+        SettingInvalid: `deadline` cannot be waited.
     """
     binding = binding if binding is not None else find_binding(vae)
     _expect_bare(binding)
@@ -202,8 +202,8 @@ def parallelize_encode(
         binding: how to encode with a VAE that no registered builder knows.
 
     Raises:
-        VaeInvalid: the VAE or the mode is unknown, or the VAE is parallelized already.
-        DeadlineInvalid: `deadline` cannot be waited.
+        ModelInvalid: the VAE or the mode is unknown, or the VAE is parallelized already.
+        SettingInvalid: `deadline` cannot be waited.
     """
     binding = binding if binding is not None else find_binding(vae, "encode")
     _expect_bare(binding)
@@ -218,7 +218,7 @@ def _mark(binding: Binding) -> str:
 
 def _expect_bare(binding: Binding) -> None:
     if _mark(binding) in binding.target.__dict__:
-        raise VaeInvalid(
+        raise ModelInvalid(
             f"this {binding.graph.name} is parallelized already",
             expected=f"one parallel {binding.graph.verb} per VAE",
             hint="Call remove() on its handle first",

@@ -45,12 +45,12 @@ from wanshim.core.decoding.operators.strict_kernels import available
 from wanshim.core.decoding.operators.weights import FastWeights
 from wanshim.core.decoding.ranks.exchange import Comm, PeerLost, Verdict
 from wanshim.core.decoding.ranks.output import OutputSpec, Sink, check_receivers
-from wanshim.core.shared.deadline import checked_seconds
 from wanshim.core.shared.digest import digest, digest_weights
 from wanshim.core.shared.fallback import cause_of
 from wanshim.core.shared.gpu_memory import free_bytes, give_back, is_memory, release_cached
 from wanshim.core.shared.recent import Recent
-from wanshim.errors import VaeDisagreement, VaeFailed, VaeInvalid, VaeRankAbsent
+from wanshim.errors import ModelInvalid, RankAbsent, RankDisagreement, RanksFailed
+from wanshim.values import checked_seconds
 
 from .plan import TileSettings, VaeJob, VaePlan
 from .planner import is_tight, make_plans, possible_plans
@@ -82,7 +82,7 @@ class VaeOptions:
         output: who receives what.
 
     Raises:
-        DeadlineInvalid: `deadline` cannot be waited.
+        SettingInvalid: `deadline` cannot be waited.
     """
 
     mode: str = "auto"
@@ -150,10 +150,10 @@ class ParallelVae:
         Raises:
             VaeFallback: the framework computes something that the graph does not, strict was not equal to it, or its
                 kernels are not compiled yet.
-            VaeInvalid: the request cannot be met (shape, mode, memory).
-            VaeDisagreement: the ranks came with different requests.
-            VaeRankAbsent: not all ranks called within the deadline; the next call of all ranks is not affected.
-            VaeFailed: a rank failed on the way.
+            ModelInvalid: the request cannot be met (shape, mode, memory).
+            RankDisagreement: the ranks came with different requests.
+            RankAbsent: not all ranks called within the deadline; the next call of all ranks is not affected.
+            RanksFailed: a rank failed on the way.
         """
         comm, engines = self._connect(given.device), self._engines_on(given.device)
         self._delivered = False
@@ -201,7 +201,7 @@ class ParallelVae:
 
     def _failed(
         self, comm: Comm, verdicts: Sequence[Verdict], standing: Standing, plan: VaePlan | None = None
-    ) -> VaeFailed:
+    ) -> RanksFailed:
         """The error that all ranks raise. The next call like this one fails at once if the cause stays: it was neither
         memory, nor a rank that is gone, nor the user's interrupt or callback."""
         error = _failure(self.graph, plan, comm.ranks, verdicts)
@@ -355,7 +355,7 @@ class ParallelVae:
             try:
                 self._meet(comm, {"call": "connect"})
                 comm.connect()
-            except (PeerLost, VaeRankAbsent) as lost:
+            except (PeerLost, RankAbsent) as lost:
                 comm.close()
                 raise VaeFallback(str(lost)) from lost
 
@@ -412,7 +412,7 @@ class ParallelVae:
         known, kinds, texts = zip(*(request["failed"] for request in requests))
         if any(known):
             standing.failed = next(filter(None, known))
-            raise VaeFailed(standing.failed)
+            raise RanksFailed(standing.failed)
         if any(kind != "done" for kind in kinds):
             verdicts = [Verdict(rank=rank, kind=kind, text=text) for rank, (kind, text) in enumerate(zip(kinds, texts))]
             raise self._failed(comm, verdicts, standing)
@@ -436,7 +436,7 @@ class ParallelVae:
         """A rank that stayed away once may have no call to make, so it is waited for a short time until it comes."""
         try:
             requests = comm.meet(request, self.patience)
-        except VaeRankAbsent:
+        except RankAbsent:
             self.missed = True
             raise
         self.missed = False
@@ -497,7 +497,7 @@ class ParallelVae:
             extent = graph.extent([int(size) for size in given.shape])
             if min(extent) > 0:
                 return extent
-        raise VaeInvalid(
+        raise ModelInvalid(
             f"a {graph.source} of shape {list(given.shape)}",
             expected=f"[batch, {graph.input_channels}, frames, height, width], {graph.input_sizes}, for {graph.name}",
         )
@@ -714,7 +714,7 @@ def _plain_values(options: VaeOptions) -> dict[str, Any]:
     return values
 
 
-def _disagreement(graph: Graph, ranks: list[int], requests: list[dict[str, Any]]) -> VaeDisagreement:
+def _disagreement(graph: Graph, ranks: list[int], requests: list[dict[str, Any]]) -> RankDisagreement:
     """Each rank's value of what is not the same everywhere; the input's digest only where nothing else differs."""
     first = requests[0]
     keys = [key for key in first if key not in _OWN and any(each.get(key) != first.get(key) for each in requests)]
@@ -723,7 +723,7 @@ def _disagreement(graph: Graph, ranks: list[int], requests: list[dict[str, Any]]
     rows = [
         f"rank {rank}: {', '.join(f'{key} {each.get(key)}' for key in keys)}" for rank, each in zip(ranks, requests)
     ]
-    error = VaeDisagreement(
+    error = RankDisagreement(
         f"the {len(ranks)} ranks of this {graph.verb} came with different requests: {'; '.join(rows)}",
         expected=f"the same {graph.source}, weights and options on every rank",
         hint=f"Give every rank the same {graph.source} and settings, and make the same calls on every rank",
@@ -732,11 +732,11 @@ def _disagreement(graph: Graph, ranks: list[int], requests: list[dict[str, Any]]
     return error
 
 
-def _failure(graph: Graph, plan: VaePlan | None, ranks: list[int], verdicts: Sequence[Verdict]) -> VaeFailed:
+def _failure(graph: Graph, plan: VaePlan | None, ranks: list[int], verdicts: Sequence[Verdict]) -> RanksFailed:
     failed = sum(verdict.kind in _NAMES for verdict in verdicts)
     memory = any(verdict.kind == "oom" for verdict in verdicts)
     call = graph.verb if plan is None else f"{plan.mode} {graph.verb}"
-    return VaeFailed(
+    return RanksFailed(
         f"{call} on {len(ranks)} ranks failed on {failed}: {_failures(ranks, verdicts)}",
         hint="Use mode='auto', more ranks or uint8 output on one rank" if memory else None,
     )

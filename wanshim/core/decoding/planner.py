@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from wanshim.core.decoding.model.encoder_graph import EncoderGraph, Graph
 from wanshim.core.decoding.modes import MODES, SINGLE, Mode
-from wanshim.errors import VaeInvalid
+from wanshim.errors import ModelInvalid
 
 from .plan import VaeJob, VaePlan
 
@@ -32,13 +32,13 @@ def make_plans(graph: Graph, job: VaeJob, options: list[VaePlan] | None = None) 
         options: `possible_plans` of this job, with whatever memory free.
 
     Raises:
-        VaeInvalid: the mode or axis is unknown, or nothing fits in memory.
+        ModelInvalid: the mode or axis is unknown, or nothing fits in memory.
     """
     if options is None:
         options = possible_plans(graph, job)
     fitting = [plan for plan in options if job.free is None or max(plan.peak) <= job.free * _USABLE]
     if not fitting:
-        raise VaeInvalid(_too_large(graph, options, job), expected="a plan that fits", hint=_hint(graph, job))
+        raise ModelInvalid(_too_large(graph, options, job), expected="a plan that fits", hint=_hint(graph, job))
     exact = [plan for plan in fitting if plan.exactness != "approximate"]
     ordered = sorted(exact, key=lambda plan: (max(plan.peak), plan.cost) if job.lean else (plan.cost, max(plan.peak)))
     chosen = _roomy(ordered, job) if ordered else fitting[0]
@@ -64,7 +64,7 @@ def possible_plans(graph: Graph, job: VaeJob) -> list[VaePlan]:
     """All plans that may serve `job`, were there memory for them.
 
     Raises:
-        VaeInvalid: the mode or axis is unknown.
+        ModelInvalid: the mode or axis is unknown.
     """
     check_mode(graph, job.mode, job.axis)
     if job.by_winograd:  # less memory without
@@ -97,12 +97,12 @@ def _descending(plans: list[VaePlan]) -> list[VaePlan]:
 
 
 def check_mode(graph: Graph, mode: str, axis: str) -> None:
-    """Raises VaeInvalid if there is no such mode or axis."""
+    """Raises ModelInvalid if there is no such mode or axis."""
     names = ("auto", *(known.name for known in _modes(graph) if known.parallel))
     if mode not in names:
-        raise VaeInvalid(f"{graph.verb} mode {mode!r}", expected=f"one of {', '.join(names)}")
+        raise ModelInvalid(f"{graph.verb} mode {mode!r}", expected=f"one of {', '.join(names)}")
     if axis not in ("auto", "height", "width"):
-        raise VaeInvalid(f"spatial axis {axis!r}", expected="auto, height or width")
+        raise ModelInvalid(f"spatial axis {axis!r}", expected="auto, height or width")
 
 
 def _too_large(graph: Graph, options: list[VaePlan], job: VaeJob) -> str:

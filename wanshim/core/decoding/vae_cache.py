@@ -23,7 +23,7 @@ from wanshim.core.decoding.plan import TileSettings
 from wanshim.core.ranks import agreement
 from wanshim.core.shared.digest import digest
 from wanshim.core.shared.forks import group_is_inherited
-from wanshim.errors import VaeDisagreement, VaeInvalid, VaeRankAbsent, hint
+from wanshim.errors import ModelInvalid, RankAbsent, RankDisagreement
 
 from .parallel_vae import ParallelVae, VaeOptions
 from .plan import VaePlan
@@ -90,7 +90,7 @@ class VaeCache:
     """One `ParallelVae` per living VAE.
 
     Args:
-        read: builds the graph of a VAE; raises VaeInvalid for one it does not know.
+        read: builds the graph of a VAE; raises ModelInvalid for one it does not know.
         verb: decode or encode.
     """
 
@@ -122,8 +122,8 @@ class VaeCache:
 
         Raises:
             VaeFallback: the framework should do it itself, on every rank.
-            VaeFailed: a rank failed on the way.
-            VaeRankAbsent: a rank did not call within the deadline.
+            RanksFailed: a rank failed on the way.
+            RankAbsent: a rank did not call within the deadline.
             RankDisagreement: the ranks carry different patch sets.
         """
         group, together = _holders.get((group, None))
@@ -140,19 +140,19 @@ class VaeCache:
         try:
             parallel = self._of(vae, group, options)
             parallel.refuse_traced(given)
-            agreement.ensure(group, call=self.verb, timeout_s=parallel.patience, absent=VaeRankAbsent)
+            agreement.ensure(group, call=self.verb, timeout_s=parallel.patience)
             output = parallel(given, tiles=tiles, lean=lean)
             self.plan = parallel.plan
-        except VaeDisagreement as error:
-            if not set(error.differing) <= _OWN_INPUT[self.verb]:
+        except RankDisagreement as error:
+            if not error.differing or not set(error.differing) <= _OWN_INPUT[self.verb]:  # none: of patch sets
                 raise
             self._apart.add(vae)  # every rank knows it, so that none waits for the others at its next sample
             raise VaeFallback(_DIFFERENT[self.verb]) from error
-        except VaeInvalid as error:
+        except ModelInvalid as error:
             raise VaeFallback(str(error)) from error
-        except VaeRankAbsent as error:
+        except RankAbsent as error:
             parallel.missed = True
-            error.hint = f"{error.hint}. {hint('vae_timeout')}"
+            error.topic = "vae_timeout"
             raise
         return given.new_empty(0) if output is None else output
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from wanshim.core.eight_bit.product import FORMATS, MULTIPLE, Format, quantize_rows
-from wanshim.errors import PlacementInvalid, hint
+from wanshim.errors import PlacementInvalid
 from wanshim.undo import Undo
 
 
@@ -87,7 +87,7 @@ def compute_in_eight_bits(modules: Iterable[nn.Module], name: str, undo: Undo) -
             f"no frozen Linear that could multiply in {name}",
             expected=f"a frozen base in bfloat16, float16, float32 or {name}, sizes that are multiples of {MULTIPLE}, "
             "and LoRA on top",
-            hint=hint("compute_off"),
+            topic="compute_off",
         )
     for linear in changed:
         linear.__class__ = CLASSES[name]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from wanshim.errors import CollectiveRefused
+from wanshim.errors import WanshimError
 
 # Operator namespaces of torch.distributed: eager process groups, functional collectives, and their autograd
 # form.
@@ -25,7 +25,7 @@ def no_collectives(doing: str) -> Iterator[None]:
         doing: what the one rank does, for the message.
 
     Raises:
-        CollectiveRefused: the body called one.
+        WanshimError: the body called one.
     """
     with _RefuseCollectives(doing), _refuse_new_groups(doing):
         yield
@@ -63,8 +63,8 @@ def _refuse_new_groups(doing: str) -> Iterator[None]:
         module._new_process_group_helper = original
 
 
-def _refusal(collective: str, doing: str) -> CollectiveRefused:
-    return CollectiveRefused(
+def _refusal(collective: str, doing: str) -> WanshimError:
+    return WanshimError(
         f"{doing} called the collective {collective} on one rank, and the others would never have joined it",
         expected="an encoder that is loaded and run without the process group",
         hint="Turn off sharding and CPU offload of the text encoder, or use mode='per_rank'",

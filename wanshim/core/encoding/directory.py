@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from wanshim.core.shared.files import NotOwn, OwnFolder
-from wanshim.errors import CacheUnsafe, hint
+from wanshim.errors import WanshimError
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class CacheDirectory(OwnFolder):
         path: the directory; created with mode 0700 where it is missing.
 
     Raises:
-        CacheUnsafe: `path` is a symbolic link or no directory, belongs to somebody else, or others may write
+        WanshimError: `path` is a symbolic link or no directory, belongs to somebody else, or others may write
             to it (or replace it, through a parent that everybody may write and that has no sticky bit).
         CacheUnavailable: it can neither be opened nor made.
     """
@@ -66,10 +66,11 @@ class CacheDirectory(OwnFolder):
             with unavailable_on_oserror(f"cannot make or open {path}"):
                 super().__init__(path)
         except NotOwn as reason:
-            raise CacheUnsafe(
+            raise WanshimError(
                 f"The cache directory {str(path)!r} {reason}",
                 expected="a directory of your own",
-                hint=f"Remove it, or {hint('cache_directory')}",
+                hint="Remove it",
+                topic="cache_directory",
             ) from None
         try:
             _refuse_shared(path, os.fstat(self.descriptor))
@@ -152,16 +153,18 @@ def _refuse_shared(path: Path, status: os.stat_result) -> None:
     expected = "a directory that nobody else can write (mode 0700)"
     mode = stat.S_IMODE(status.st_mode)
     if mode & 0o022:
-        raise CacheUnsafe(
+        raise WanshimError(
             f"The cache directory {str(path)!r} has mode {mode:04o}",
             expected=expected,
-            hint=f"Run `chmod 700 {path}`, or {hint('cache_directory')}",
+            hint=f"Run `chmod 700 {path}`",
+            topic="cache_directory",
         )
     parent = path.parent.stat()
     if parent.st_mode & stat.S_IWOTH and not parent.st_mode & stat.S_ISVTX:
-        raise CacheUnsafe(
+        raise WanshimError(
             f"Everybody can replace the cache directory {str(path)!r}: its parent has mode "
             f"{stat.S_IMODE(parent.st_mode):04o} and no sticky bit",
             expected=expected,
-            hint=f"Run `chmod o-w {path.parent}`, or {hint('cache_directory')}",
+            hint=f"Run `chmod o-w {path.parent}`",
+            topic="cache_directory",
         )

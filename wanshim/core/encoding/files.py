@@ -20,7 +20,7 @@ from stat import S_ISREG
 
 from wanshim.core.encoding.directory import CacheDirectory, CacheUnavailable
 from wanshim.core.shared.files import NotOwn
-from wanshim.errors import EncodingInvalid
+from wanshim.errors import WanshimError
 
 _log = logging.getLogger(__name__)
 
@@ -61,20 +61,20 @@ def scan(path: Path) -> Folder:
     """Describe the files below `path` by `stat` alone; links are followed, as a model loader follows them.
 
     Raises:
-        EncodingInvalid: `path` is no folder, or holds no file, a link to a file that is missing, or a pipe, socket or
+        WanshimError: `path` is no folder, or holds no file, a link to a file that is missing, or a pipe, socket or
             device.
     """
     root = Path(path).resolve()
     try:
         stamps = tuple(sorted(_stamps(root), key=lambda stamp: stamp.name))
     except FileNotFoundError as error:
-        raise EncodingInvalid(
+        raise WanshimError(
             f"The file {error.filename!r} is missing, or is a link to a missing one",
             expected="a complete checkpoint",
             hint="Download the checkpoint again",
         ) from error
     if not stamps:
-        raise EncodingInvalid(
+        raise WanshimError(
             f"The folder {str(path)!r} holds no file",
             expected="the folder of a text encoder or tokenizer",
             hint="Download the checkpoint first, or correct the model path",
@@ -98,13 +98,13 @@ def content_digest(folder: Folder, directory: CacheDirectory) -> str:
     """SHA-256 over the names and contents of `folder`'s files, noted in `directory` for next time.
 
     Raises:
-        EncodingInvalid: a file changed while it was read, or is no regular file any more.
+        WanshimError: a file changed while it was read, or is no regular file any more.
     """
     _let_clock_tick(folder)
     with ThreadPoolExecutor(_READERS) as readers:
         digests = list(readers.map(_sha256_file, [folder.path / stamp.name for stamp in folder.stamps]))
     if scan(folder.path) != folder:
-        raise EncodingInvalid(
+        raise WanshimError(
             f"The folder {str(folder.path)!r} changed while it was read",
             hint="Wait until the checkpoint is complete, then start again",
         )
@@ -137,7 +137,7 @@ def _let_clock_tick(folder: Folder) -> None:
 
 def _refuse_endless(path: Path, status: os.stat_result) -> None:
     if not S_ISREG(status.st_mode):
-        raise EncodingInvalid(
+        raise WanshimError(
             f"{str(path)!r} is no regular file, so reading it may never end",
             expected="files, or links to files",
             hint="Move the pipe, socket or device out of the model's folder",

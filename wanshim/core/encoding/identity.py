@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from wanshim.errors import EncodingInvalid
+from wanshim.errors import WanshimError
 
 _PLAIN = (type(None), type(...), bool, int, float, complex, str, bytes)
 _NAMED = (type, types.ModuleType, types.BuiltinFunctionType, types.WrapperDescriptorType, types.MethodDescriptorType)
@@ -26,7 +26,7 @@ def code_identity(function: Callable[..., Any]) -> str:
     """Name and content of a function, so that an edited one gets another key.
 
     Raises:
-        EncodingInvalid: it is no Python function or method, or it depends on a value that has no exact form.
+        WanshimError: it is no Python function or method, or it depends on a value that has no exact form.
     """
     if not isinstance(getattr(function, "__code__", None), types.CodeType):
         raise _unnamed(_name(function), "is no Python function")
@@ -37,7 +37,7 @@ def value_identity(value: object) -> str:
     """Kind and content of any other value, such as a framework's settings.
 
     Raises:
-        EncodingInvalid: it depends on a value that has no exact form.
+        WanshimError: it depends on a value that has no exact form.
     """
     return _identity(value, _name(type(value)))
 
@@ -145,8 +145,8 @@ def _name(value: Any) -> str:
     return f"{getattr(named, '__module__', '?')}.{named.__qualname__}"
 
 
-def _unnamed(name: str, why: str) -> EncodingInvalid:
-    return EncodingInvalid(
+def _unnamed(name: str, why: str) -> WanshimError:
+    return WanshimError(
         f"{name} {why}, so its content cannot be named in a cache key",
         expected="a Python function whose closure and defaults are plain values, functions or simple objects",
         hint="Use mode='per_rank', which needs no key",

@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
 from wanshim.core.encoding.directory import CacheDirectory, CacheUnavailable, unavailable_on_oserror
-from wanshim.core.shared.deadline import checked_seconds
 from wanshim.core.shared.files import Lock
 from wanshim.core.shared.processes import machine
+from wanshim.values import checked_seconds
 
 State = Literal["encoding", "done", "failed", "uncached", "left"]
 

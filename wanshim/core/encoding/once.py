@@ -35,11 +35,11 @@ from wanshim.core.encoding.leader_lock import (
 from wanshim.core.encoding.request import EncodingRequest, KeyMaker, numerics
 from wanshim.core.ranks import agreement
 from wanshim.core.ranks.store import default_store
-from wanshim.core.shared.deadline import checked_seconds
 from wanshim.core.shared.files import prompt_cache
 from wanshim.core.shared.gpu_memory import give_back
 from wanshim.core.shared.processes import machine
-from wanshim.errors import EncodingFailed, EncodingTimeout, WanshimWarning, hint
+from wanshim.errors import RankAbsent, RanksFailed, WanshimWarning
+from wanshim.values import checked_seconds
 
 _log = logging.getLogger(__name__)
 
@@ -103,11 +103,11 @@ def encode_once(
             in where the cache's file system has no locks; default the one of the default process group.
 
     Raises:
-        DeadlineInvalid: `timeout_s` cannot be waited.
-        EncodingFailed: the rank of this job and machine that this one waited for raised; its error is in the message.
-        EncodingTimeout: no rank finished in `timeout_s`.
-        CollectiveRefused: `encode` called a collective.
-        CacheUnsafe: somebody else could write the cache directory.
+        SettingInvalid: `timeout_s` cannot be waited.
+        RanksFailed: the rank of this job and machine that this one waited for raised; its error is in the message.
+        RankAbsent: no rank finished in `timeout_s`.
+        WanshimError: `encode` called a collective.
+        WanshimError: somebody else could write the cache directory.
         RankDisagreement: the ranks carry different patch sets.
         RankAbsent: a rank did not make its first call within 30 s, or `timeout_s` where that is less.
     """
@@ -194,7 +194,7 @@ class _Job:
         if note is None or note == self._found or (note.machine, note.job) != (machine(), self._job):
             return
         if note.state == "failed":
-            raise EncodingFailed(
+            raise RanksFailed(
                 f"{note.who} could not encode the prompt: {note.reason}",
                 hint="The first rank's log has the traceback; nothing was kept, so the next run tries again",
             )
@@ -210,10 +210,10 @@ class _Job:
         holder = "a process that left no word has held the turn"
         if note is not None and note.state == "encoding":
             holder = f"{note.who} has held the turn for at least {now - self._seen_at:.0f} s"
-        raise EncodingTimeout(
+        raise RankAbsent(
             f"Rank {self._rank} waited {now - self._arrived:.0f} s for the prompt's embeddings: {holder}",
             expected="the encoder to finish before the deadline",
-            hint=hint("encode_timeout"),
+            topic="encode_timeout",
         )
 
     def _lead(

@@ -12,7 +12,7 @@ import torch
 
 from wanshim.core.shared import gpus
 from wanshim.core.shared.safetensors_header import tensors_in
-from wanshim.errors import EncodingInvalid, hint
+from wanshim.errors import WanshimError
 
 Residence = Literal["whole", "layers"]
 
@@ -67,7 +67,7 @@ def read_checkpoint(folder: Path, *, default: torch.dtype) -> Checkpoint:
     Other formats do not say it without being read whole: there the file sizes count as `default`.
 
     Raises:
-        EncodingInvalid: the folder holds no weights.
+        WanshimError: the folder holds no weights.
     """
     elements: dict[torch.dtype, int] = {}
     for _, name, shape in tensors_in(sorted(folder.glob("*.safetensors"))):
@@ -77,7 +77,7 @@ def read_checkpoint(folder: Path, *, default: torch.dtype) -> Checkpoint:
         return Checkpoint(sum(elements.values()), max(elements, key=elements.__getitem__))
     size = sum(path.stat().st_size for pattern in ("*.bin", "*.pt") for path in folder.glob(pattern))
     if not size:
-        raise EncodingInvalid(
+        raise WanshimError(
             f"The folder {str(folder)!r} holds no weights", expected="*.safetensors, *.bin or *.pt files"
         )
     return Checkpoint(size // default.itemsize, default)
@@ -95,7 +95,7 @@ def choose_device(
         peer_bytes: free bytes of every GPU of this machine; asked for "most_free" only.
 
     Raises:
-        EncodingInvalid: `where` names no device.
+        WanshimError: `where` names no device.
     """
     if where in ("auto", "local"):
         return local, "the rank's own device"
@@ -107,7 +107,7 @@ def choose_device(
     try:
         return torch.device(where), f"asked for {where}"
     except RuntimeError as error:
-        raise EncodingInvalid(
+        raise WanshimError(
             f"{where!r} names no place for the text encoder",
             expected="auto, local, cpu, most_free, or a device such as cuda:1",
         ) from error
@@ -131,7 +131,7 @@ def plan_encoder(
         free_bytes: free memory of a GPU, in bytes.
 
     Raises:
-        EncodingInvalid: not even one layer at a time fits.
+        WanshimError: not even one layer at a time fits.
     """
     weight_bytes = checkpoint.elements * compute_dtype.itemsize
     # Weights of eight bits or of whole numbers are no values yet: the framework makes them when it loads.
@@ -154,10 +154,10 @@ def plan_encoder(
     if weight_bytes + HEADROOM_BYTES <= free:
         return plan("whole", compute_dtype, f"{why}; {free / 1e9:.1f} GB free")
     if free < HEADROOM_BYTES:
-        raise EncodingInvalid(
+        raise WanshimError(
             f"{device} has {free / 1e9:.1f} GB free, too little for even one layer of the text encoder",
             expected=f"at least {HEADROOM_BYTES / 1e9:.1f} GB",
-            hint=hint("encode_on_cpu"),
+            topic="encode_on_cpu",
         )
     return plan("layers", narrow, f"{why}; only {free / 1e9:.1f} GB free")
 

@@ -16,7 +16,7 @@ from wanshim.core.encoding.cache import FORMAT
 from wanshim.core.encoding.directory import CacheDirectory
 from wanshim.core.encoding.files import Folder, content_digest, known_digest, scan
 from wanshim.core.encoding.identity import code_identity, value_identity
-from wanshim.errors import EncodingInvalid
+from wanshim.errors import WanshimError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class EncodingRequest:
         """Everything but the files, as plain JSON.
 
         Raises:
-            EncodingInvalid: an argument has no exact JSON form, so it could not be distinguished from another.
+            WanshimError: an argument has no exact JSON form, so it could not be distinguished from another.
         """
         described = {
             "prompt": self.prompt,
@@ -80,7 +80,7 @@ class EncodingRequest:
         try:
             json.dumps(described)
         except TypeError as error:
-            raise EncodingInvalid(
+            raise WanshimError(
                 f"An argument of this encoding cannot be named in a cache key ({error})",
                 expected="text, numbers, booleans, None, and lists and mappings of them",
                 hint="Use mode='per_rank', which needs no key",

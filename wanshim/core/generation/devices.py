@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from wanshim.core.shared.plain import why_not_plain
 from wanshim.core.workers.packing import pack
-from wanshim.errors import GenerationInvalid, WorkersInvalid
+from wanshim.errors import ModelInvalid, WorkersInvalid
 
 from .binding import NotShared
 from .job import Request
@@ -71,7 +71,7 @@ def choose_devices(own: torch.device, request: Request) -> tuple[torch.device, .
     """The pipeline's own device and those of the workers.
 
     Raises:
-        GenerationInvalid: there are fewer than asked for, or they do not begin with the pipeline's own.
+        ModelInvalid: there are fewer than asked for, or they do not begin with the pipeline's own.
         NotShared: the pipeline is on the CPU of a machine with GPUs.
     """
     if request.devices is not None:
@@ -82,7 +82,7 @@ def choose_devices(own: torch.device, request: Request) -> tuple[torch.device, .
         return (own,) * (request.gpus or 1)
     present = torch.cuda.device_count()
     if request.gpus is not None and request.gpus > present:
-        raise GenerationInvalid(f"{request.gpus} GPUs for a pipeline", expected=f"at most the {present} in sight")
+        raise ModelInvalid(f"{request.gpus} GPUs for a pipeline", expected=f"at most the {present} in sight")
     others = [torch.device("cuda", index) for index in range(present) if index != own.index]
     return (own, *others[: (request.gpus or present) - 1])
 
@@ -90,7 +90,7 @@ def choose_devices(own: torch.device, request: Request) -> tuple[torch.device, .
 def _named(own: torch.device, names: Sequence[str]) -> tuple[torch.device, ...]:
     devices = tuple(torch.device(name) for name in names)
     if not devices or devices[0] != own:
-        raise GenerationInvalid(
+        raise ModelInvalid(
             f"a pipeline on {own} over {', '.join(names) or 'no device'}",
             expected="the pipeline's own device first",
             hint=f"Name {own} first, or move the pipeline",

@@ -24,15 +24,15 @@ from torch.utils._pytree import tree_leaves
 
 from wanshim.core.decoding import VaeFallback, find_binding
 from wanshim.core.sequence import SequenceGroup
-from wanshim.core.shared.deadline import checked_seconds
 from wanshim.core.shared.fallback import cause_of, or_framework
 from wanshim.core.shared.gpu_memory import available_bytes
 from wanshim.core.shared.recent import Recent
 from wanshim.core.shared.weight_bytes import num_bytes
 from wanshim.core.strategy.block_trace import trace_forward
 from wanshim.core.workers import RemoteCall, Replies, Workers
-from wanshim.errors import GenerationFailed, SequenceFailed, VaeFailed, VaeInvalid, WorkersFailed, WorkersInvalid
+from wanshim.errors import ModelInvalid, RanksFailed, WanshimError, WorkersFailed, WorkersInvalid
 from wanshim.undo import Undo
+from wanshim.values import checked_seconds
 
 from . import together, tokens
 from .binding import Forward, NotShared, PipelineBinding
@@ -148,7 +148,7 @@ class SharedPipeline:
 
         Raises:
             NotShared: its models cannot be copied, or not to these devices.
-            GenerationInvalid: there are fewer devices than asked for.
+            ModelInvalid: there are fewer devices than asked for.
         """
         for name, module in binding.modules.items():
             check_plain(name, module)
@@ -254,7 +254,7 @@ class _Call:
 
     def check_complete(self) -> None:
         if self._waiting is not None:
-            raise GenerationFailed(
+            raise WanshimError(
                 f"{self._binding.name} ended between the two forwards of a step",
                 expected="a forward without the prompt after each one with it",
                 hint="Its frames are not to be used; report this release of the framework",
@@ -295,7 +295,7 @@ class _Call:
         try:
             binding = find_binding(vae, verb)
             check_plain("vae", vae, binding.methods)
-        except (NotShared, VaeInvalid):
+        except (NotShared, ModelInvalid):
             return
 
         def over_processes(given: torch.Tensor, *, lean: bool = False, **_: Any) -> torch.Tensor:
@@ -308,7 +308,7 @@ class _Call:
             except Exception as error:
                 if not isinstance(error, VaeFallback):
                     logger.warning("wanshim: the %s is left to this process: %s", verb, cause_of(error))
-                if not isinstance(error, (VaeFallback, VaeFailed)):  # a worker may still compute
+                if not isinstance(error, (VaeFallback, RanksFailed)):  # a worker may still compute
                     self._shared.end_workers()
                 self.is_busy = False
                 raise
@@ -384,7 +384,7 @@ class _Call:
         assert self._waiting is not None
         first, same, others, result = self._waiting
         if first is not forward or kwargs.get(forward.same) is not same:
-            raise GenerationFailed(
+            raise WanshimError(
                 f"{self._binding.name} called a model with other inputs between the two forwards of a step",
                 expected=f"the same model and the same {forward.same} without the prompt as with it",
                 hint="Report this release of the framework, or generate on one GPU",
@@ -392,7 +392,7 @@ class _Call:
         mine, theirs = self._together(forward, own, args, kwargs, others)
         for place, tensor in zip(tree_leaves(result), tree_leaves(theirs), strict=True):
             if (place.shape, place.dtype) != (tensor.shape, tensor.dtype):
-                raise GenerationFailed(
+                raise WanshimError(
                     f"a forward of {self._binding.name} returned {tensor.dtype} {list(tensor.shape)}",
                     expected=f"{place.dtype} {list(place.shape)}",
                     hint="Generate on one GPU, and report this release of the framework",
@@ -424,7 +424,7 @@ class _Call:
             try:
                 with tokens.over(group, forward.function, forward.blocks, args, kwargs):
                     mine = own(*args, **kwargs)
-            except SequenceFailed:
+            except RanksFailed:
                 replies.raise_failure()
                 raise
             theirs = replies.results()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from wanshim.core.decoding import OutputSpec, ParallelVae, VaeFallback, VaeOptions, find_binding
 from wanshim.core.ranks.local_group import LocalGroup, LocalStore
 from wanshim.core.workers import RemoteCall, Replies, Workers
-from wanshim.errors import VaeFailed, VaeInvalid
+from wanshim.errors import ModelInvalid, RanksFailed
 
 T = TypeVar("T")
 VERBS = ("decode", "encode")
@@ -51,7 +51,7 @@ def compute(
     vae: Any, verb: str, file: int, number: int, rank: int, size: int, deadline: float, given: torch.Tensor
 ) -> None:
     """A worker's part."""
-    with contextlib.suppress(VaeFallback, VaeInvalid, VaeFailed):  # of all processes: 0 goes on without the workers
+    with contextlib.suppress(VaeFallback, ModelInvalid, RanksFailed):  # of all processes: 0 goes on without the workers
         of(vae, verb, file, number, rank, size, deadline)(given)
 
 
@@ -103,10 +103,10 @@ def _with_replies(calls: list[RemoteCall], parallel: ParallelVae, own: Callable[
     replies = Replies(calls, parallel.abandon)
     try:
         result = own()
-    except (VaeFallback, VaeInvalid) as reason:
+    except (VaeFallback, ModelInvalid) as reason:
         replies.results()
         raise VaeFallback(str(reason)) from reason
-    except VaeFailed:
+    except RanksFailed:
         replies.results()  # or the error of a worker that is gone
         raise
     except Exception:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from wanshim.errors import PlacementInvalid, hint
+from wanshim.errors import PlacementInvalid
 
 
 def format_bytes(count: int) -> str:
@@ -89,9 +89,7 @@ def plan_split(
     """
     num_blocks, num_stages = len(block_bytes), len(devices)
     if num_stages < 2:
-        raise PlacementInvalid(
-            f"{num_stages} device for a model split", expected="at least 2", hint=hint("name_devices")
-        )
+        raise PlacementInvalid(f"{num_stages} device for a model split", expected="at least 2", topic="name_devices")
     if num_stages > num_blocks:
         raise PlacementInvalid(
             f"{num_stages} devices for a model of {num_blocks} blocks", expected=f"at most {num_blocks} devices"
@@ -121,7 +119,7 @@ def _checked(split_at: Sequence[int], num_blocks: int, num_stages: int) -> list[
         raise PlacementInvalid(
             f"split points {points} in a model of {num_blocks} blocks",
             expected=f"ascending block numbers from 1 to {num_blocks - 1}",
-            hint=hint("split_at"),
+            topic="split_at",
         )
     return points
 

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from wanshim.errors import PlacementInvalid, hint
-
-BASES = ("float8", "int8")
+from wanshim.errors import PlacementInvalid
+from wanshim.values import EIGHT_BIT
 
 
 def quantize_base(
@@ -45,14 +44,14 @@ def quantize_base(
         raise PlacementInvalid(
             f"no frozen Linear weight to store as {base}",
             expected="a frozen base, with LoRA on top",
-            hint=hint("trained_base"),
+            topic="trained_base",
         )
     for layer in layers:
         if layer.weight.dtype.itemsize < 2:
             raise PlacementInvalid(
                 f"a Linear stored as {layer.weight.dtype}",
                 expected="bfloat16, float16 or float32 to quantise from",
-                hint=hint("rounded_base"),
+                topic="rounded_base",
             )
     for layer in layers:
         _quantize(layer, config, compute_device)
@@ -74,15 +73,15 @@ def _takes(path: str, module: nn.Module) -> bool:
 
 def _config(base: str) -> Any:
     """torchao's configuration: one scale a row of the weight."""
-    if base not in BASES:
-        raise PlacementInvalid(f"base {base!r}", expected=f"one of {', '.join(BASES)}")
+    if base not in EIGHT_BIT:
+        raise PlacementInvalid(f"base {base!r}", expected=f"one of {', '.join(EIGHT_BIT)}")
     try:
         from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
     except ImportError as error:
         raise PlacementInvalid(
             f"a {base} base needs torchao, and {error}",
             expected="a torchao that fits the installed torch",
-            hint=hint("install_torchao"),
+            topic="install_torchao",
         ) from error
     # version 2: whose weights move between devices as one tensor
     return Float8WeightOnlyConfig() if base == "float8" else Int8WeightOnlyConfig(version=2)

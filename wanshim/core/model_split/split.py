@@ -21,7 +21,7 @@ from wanshim.core.model_split.plan import SplitPlan, plan_split
 from wanshim.core.model_split.quantize import quantize_base
 from wanshim.core.shared.copies import detached_copy
 from wanshim.core.shared.weight_bytes import base_dtypes, num_bytes, own_tensors, tensors
-from wanshim.errors import PlacementInvalid, hint
+from wanshim.errors import PlacementInvalid
 from wanshim.undo import Undo
 
 log = logging.getLogger("wanshim")
@@ -249,7 +249,7 @@ def check_devices(devices: Sequence[str | torch.device], model: nn.Module | None
         if device.type == "cuda" and device.index >= torch.cuda.device_count() and not _is_fake(model):
             raise PlacementInvalid(
                 f"device {name!r} does not exist: this machine shows {torch.cuda.device_count()} CUDA devices",
-                hint=hint("existing_devices"),
+                topic="existing_devices",
             )
         targets.append(device)
     if len({device.type for device in targets}) > 1:

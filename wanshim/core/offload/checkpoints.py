@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from wanshim.core.offload.channel import Arrival, Channel, Transfer
 from wanshim.core.shared.forks import Owner
 from wanshim.core.shared.host_memory import HostPool, is_dense
-from wanshim.errors import OffloadInvalid
+from wanshim.errors import WanshimError
 
 MIN_BYTES = 2**20  # below this a tensor is not worth a copy
 
@@ -199,8 +199,8 @@ def _key(tensor: torch.Tensor) -> tuple[Any, ...]:
     return storage, tensor._version, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _written(saved: Saved) -> OffloadInvalid:
-    return OffloadInvalid(
+def _written(saved: Saved) -> WanshimError:
+    return WanshimError(
         f"a tensor of shape {saved.shape} on {saved.channel.device} was written to after a checkpointed block had "
         "saved it for its backward",
         expected="blocks that leave their inputs as they are",

@@ -22,7 +22,7 @@ from wanshim.core.pipeline.graph_cut import GraphCut
 from wanshim.core.pipeline.schedule import Abandoned, Schedule, Unit
 from wanshim.core.pipeline.stages import PROLOGUE, Stages
 from wanshim.core.shared.autocast import autocast_of_caller
-from wanshim.errors import PipelineInvalid, hint
+from wanshim.errors import WanshimError
 
 _thread = threading.local()
 
@@ -121,10 +121,10 @@ class MicroBatchRun:
         finally:
             _thread.run = None
         if self.stage != len(stages.streams):
-            raise PipelineInvalid(
+            raise WanshimError(
                 f"the forward of micro-batch {self.number} ended in stage {self.stage} of {len(stages.streams)}",
                 expected="every forward to call all blocks once, in order",
-                hint=hint("pipeline_off"),
+                topic="pipeline_off",
             )
         self.loss_ready, self.loss = stages.side.mark(), loss.detach()
         schedule.notify()
@@ -144,10 +144,10 @@ class MicroBatchRun:
             self._begin(args, kwargs)
             activation = None
         elif self.stage != stage:
-            raise PipelineInvalid(
+            raise WanshimError(
                 f"micro-batch {self.number} called a block of stage {stage} while in stage {self.stage}",
                 expected="every forward to call all blocks once, in order",
-                hint=hint("pipeline_off"),
+                topic="pipeline_off",
             )
         new_args = tuple(arg if i == activation else self._bring(stage, arg) for i, arg in enumerate(args))
         return new_args, {name: self._bring(stage, value) for name, value in kwargs.items()}

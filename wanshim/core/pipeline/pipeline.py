@@ -22,7 +22,7 @@ from wanshim.core.pipeline.pending_loss import PendingLoss
 from wanshim.core.pipeline.schedule import Abandoned, Schedule
 from wanshim.core.pipeline.stages import PROLOGUE, Stages
 from wanshim.core.shared.forks import Owner
-from wanshim.errors import PipelineInvalid
+from wanshim.errors import WanshimError
 from wanshim.undo import Undo
 
 END_SECONDS = 30.0  # how long the other micro-batches may take to notice that one failed
@@ -123,7 +123,7 @@ class Pipeline:
         self._owner.check()
         idle = [run.number for run in self._runs if not run.asked and not run.finished]
         if idle:
-            error = PipelineInvalid(f"no backward was asked for micro-batches {idle}", expected="one for each loss")
+            error = WanshimError(f"no backward was asked for micro-batches {idle}", expected="one for each loss")
             self.schedule.fail(error)
         self.schedule.lead()
         self.schedule.close(len(self._runs))
@@ -137,7 +137,7 @@ class Pipeline:
     def remove(self) -> None:
         """Take the hooks off and end micro-batches that still wait. Safe to call twice."""
         if self._owner.is_here and any(not run.finished for run in self._runs):
-            self.schedule.fail(PipelineInvalid("the pipeline was removed with micro-batches in flight"))
+            self.schedule.fail(WanshimError("the pipeline was removed with micro-batches in flight"))
         self._undo.remove()
 
     def _wait(self, holds: Callable[[], bool], what: str) -> None:

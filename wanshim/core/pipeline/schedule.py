@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from enum import Enum
 
-from wanshim.errors import PipelineInvalid
+from wanshim.errors import WanshimError
 
 LOOK_S = 5.0  # how often a waiting thread looks whether the others still live; nothing is given up for taking longer
 
@@ -125,7 +125,7 @@ class Schedule:
             if self.error is not None:
                 raise Abandoned
 
-    def _stuck(self) -> PipelineInvalid | None:
+    def _stuck(self) -> WanshimError | None:
         """What to raise where nobody who is known is left to change anything."""
         threads = [*self._threads, *([self._caller] if self._caller is not None else [])]
         states = []
@@ -137,7 +137,7 @@ class Schedule:
             states.append(f"{name} waits for {what}" if thread.is_alive() else f"{name} has ended")
         if not threads:
             return None
-        return PipelineInvalid(
+        return WanshimError(
             "no micro-batch can go on: " + ", ".join(states),
             expected="the backward of each micro-batch to be asked for before the forward of the next",
             hint="Call backward on each loss as soon as its forward returns",

@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 from wanshim.core.shared.forks import refuse_inherited_group
 from wanshim.core.shared.text import table
-from wanshim.errors import RankAbsent, RankDisagreement, hint
+from wanshim.errors import RankDisagreement
 
 # What one rank carries, as plain JSON: "wanshim" (version), "features" (name -> hash of its seams),
 # "packages" (name -> version), "host". Only "host" may differ between ranks.
@@ -37,9 +37,7 @@ def set_fingerprint_provider(provider: Callable[[], Fingerprint] | None) -> None
     _agreed.clear()
 
 
-def ensure(
-    group: Any = None, *, call: str = "wanshim", timeout_s: float = TIMEOUT_S, absent: type[RankAbsent] = RankAbsent
-) -> None:
+def ensure(group: Any = None, *, call: str = "wanshim", timeout_s: float = TIMEOUT_S) -> None:
     """Check once per process group that its ranks carry the same patch set.
 
     Does nothing outside a process group, in a group of one, or where no provider is set (core used without
@@ -49,19 +47,18 @@ def ensure(
         group: the process group; default the default one. Every rank of it must come here.
         call: the call in which every rank of `group` comes here, for messages.
         timeout_s: seconds to wait for the slowest rank.
-        absent: the error to raise for a rank that does not come.
 
     Raises:
-        DeadlineInvalid: `timeout_s` cannot be waited.
+        SettingInvalid: `timeout_s` cannot be waited.
         RankDisagreement: the same table on every rank: what each carries.
         RankAbsent: a rank did not come within `timeout_s`.
-        UsedAfterFork: the default process group is that of the process that this one was forked from.
+        WanshimError: the default process group is that of the process that this one was forked from.
     """
     import torch.distributed as dist
 
     from wanshim.core.ranks.rendezvous import Absent
     from wanshim.core.ranks.store import default_store
-    from wanshim.core.shared.deadline import checked_seconds
+    from wanshim.values import checked_seconds
 
     refuse_inherited_group()
     checked_seconds(timeout_s, "timeout_s")
@@ -75,7 +72,7 @@ def ensure(
     try:
         exchange(default_store(), name, dist.get_rank(), ranks, _provider(), timeout_s)
     except Absent as reason:
-        raise reason.error(absent, ranks, call, timeout_s) from None
+        raise reason.error(ranks, call, timeout_s) from None
     _agreed.add(group)
 
 
@@ -85,12 +82,12 @@ def exchange(
     """Publish this rank's fingerprint under `name` in `store` and compare those of all `ranks`.
 
     Raises:
-        DeadlineInvalid: `timeout_s` cannot be waited.
+        SettingInvalid: `timeout_s` cannot be waited.
         RankDisagreement: they differ.
         Absent: a rank did not publish its own within `timeout_s`.
     """
     from wanshim.core.ranks.rendezvous import Rendezvous
-    from wanshim.core.shared.deadline import checked_seconds
+    from wanshim.values import checked_seconds
 
     checked_seconds(timeout_s, "timeout_s")
     meeting = Rendezvous(store, name, ranks.index(rank), len(ranks)).meet(dict(fingerprint), timeout_s)
@@ -100,7 +97,7 @@ def exchange(
         raise RankDisagreement(
             f"The ranks of this job carry different patch sets:\n{_table(found)}\n",
             expected="the same wanshim, features and package versions on every rank",
-            hint=hint("same_environment"),
+            topic="same_environment",
         )
 
 

@@ -36,7 +36,7 @@ def host_ranks(launched: HostRanks | None = None, *, wait_s: float = WAIT_S) -> 
             started all of its ranks, and where another rank did not come within `wait_s`; None: this process is alone.
 
     Raises:
-        UsedAfterFork: the process group is that of the process that this one was forked from.
+        WanshimError: the process group is that of the process that this one was forked from.
     """
     import torch.distributed as dist
 

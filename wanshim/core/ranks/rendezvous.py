@@ -17,13 +17,12 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from wanshim.errors import WanshimError
+from wanshim.errors import RankAbsent
 
 from .store import READ, set_once, stay_until_read, wait_for
 
-Error = TypeVar("Error", bound=WanshimError)
 KEPT_ROUNDS = 8  # a rank that was slow to join finds the outcome of the round that it read
 _COMPLETE = "complete"
 _GAVE_UP = "gave up"
@@ -42,7 +41,7 @@ class Absent(Exception):
         super().__init__(f"never {never}, left {left}")
         self.never, self.left = never, left
 
-    def error(self, kind: type[Error], ranks: Sequence[int], call: str, timeout_s: float) -> Error:
+    def error(self, ranks: Sequence[int], call: str, timeout_s: float) -> RankAbsent:
         """What the user sees: which ranks did not make `call` with the others.
 
         Args:
@@ -53,7 +52,7 @@ class Absent(Exception):
             parts.append(f"{_named(ranks, self.never)} did not call {call} within {timeout_s:g} s")
         if self.left:
             parts.append(f"{_named(ranks, self.left)} called {call} and gave up before all ranks were there")
-        return kind(
+        return RankAbsent(
             "; ".join(parts) or f"not all ranks called {call} within {timeout_s:g} s",
             expected=f"each of ranks {', '.join(map(str, ranks))} to call {call} as often as the others",
             hint="Look whether that rank failed, is busy elsewhere, skips the call or runs without wanshim; "

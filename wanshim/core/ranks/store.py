@@ -20,7 +20,7 @@ def default_store() -> Any:
     """The default group's store; None where there is no process group.
 
     Raises:
-        UsedAfterFork: this process was forked from the one that made the group.
+        WanshimError: this process was forked from the one that made the group.
     """
     import torch.distributed as dist
 

@@ -22,7 +22,7 @@ from torch.library import Library
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from wanshim.core.offload import CheckpointOffload
-from wanshim.errors import RecomputeInvalid, hint
+from wanshim.errors import WanshimError
 
 # The forward operators of attention: queries and keys come first, and the first result is the output.
 KERNELS = frozenset(
@@ -97,14 +97,14 @@ class _Kept:
         """As the kernel gave them, in tensors that autograd has not seen yet.
 
         Raises:
-            RecomputeInvalid: one of them was written to.
+            WanshimError: one of them was written to.
         """
         pairs = zip(self._leaves, self._versions, strict=True)
         if any(known is not None and _version(leaf) != known for leaf, known in pairs):
-            raise RecomputeInvalid(
+            raise WanshimError(
                 f"an attention output of shape {self.shape} was written to after it had been kept",
                 expected="blocks that leave it as it is",
-                hint=hint("keep_off"),
+                topic="keep_off",
             )
         leaves = list(self._leaves)
         if self._offload is not None:
@@ -141,10 +141,10 @@ class _Context:
         found = self._kept[self._next] if self._next < len(self._kept) else None
         self._next += 1
         if found is None or found.operator is not operator:
-            raise RecomputeInvalid(
+            raise WanshimError(
                 f"a block is computed again with {operator} as attention {self._next}",
                 expected=f"{found.operator if found is not None else 'no further attention'}, as in its forward",
-                hint=hint("keep_off"),
+                topic="keep_off",
             )
         with owner.lock:
             owner.count.reused += 1

@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from wanshim.core.ranks.rendezvous import Absent, Rendezvous
 from wanshim.core.ranks.store import apart, default_store
-from wanshim.errors import RankAbsent
 
 WAIT_S = 1800.0  # for the slowest rank: it may be writing the state
 
@@ -39,7 +38,7 @@ class Ranks:
         try:
             replies = self._rendezvous.meet(value, WAIT_S).replies
         except Absent as reason:
-            raise reason.error(RankAbsent, range(self.size), "the training task", WAIT_S) from None
+            raise reason.error(range(self.size), "the training task", WAIT_S) from None
         if self._work is not None:  # all have voted by now
             # A run ends behind a gathering. Under a vote that is still on its way gloo's thread would free a tensor
             # after the interpreter, which aborts the process.

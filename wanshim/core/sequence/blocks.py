@@ -10,7 +10,7 @@ from functools import lru_cache
 from torch import nn
 
 from wanshim.core.shared.plain import drops
-from wanshim.errors import SequenceInvalid
+from wanshim.errors import ModelInvalid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ class BlockList:
 def default_block_list(model: nn.Module) -> BlockList:
     blocks = getattr(model, "blocks", None)
     if not isinstance(blocks, nn.ModuleList) or not len(blocks):
-        raise SequenceInvalid(
+        raise ModelInvalid(
             f"{type(model).__name__} has no ModuleList named blocks",
             expected="a transformer like Wan's",
             hint="Describe its blocks: shard_sequence(model, group, blocks=[BlockList(...)])",
@@ -100,7 +100,7 @@ def heads_of(lists: Sequence[BlockList]) -> int:
         for index, block in enumerate(listed.blocks):
             for path in listed.inside:
                 if _module(block, path) is None:
-                    raise SequenceInvalid(
+                    raise ModelInvalid(
                         f"{type(block).__name__} {index} has no module {path}",
                         hint="Name the block's self-attention: BlockList(attention=..., projections=...)",
                     )
@@ -108,20 +108,20 @@ def heads_of(lists: Sequence[BlockList]) -> int:
                 owner, _, name = path.rpartition(".")
                 number = getattr(_module(block, owner), name, None)
                 if not isinstance(number, int):
-                    raise SequenceInvalid(
+                    raise ModelInvalid(
                         f"{type(block).__name__} {index} has no number {path}",
                         hint="Name where the block keeps its number of heads: BlockList(num_heads=...)",
                     )
                 if path in listed.num_heads:
                     found.setdefault(number, f"{path} of {type(block).__name__} {index}")
             if listed.tokens not in argument_names(block):
-                raise SequenceInvalid(
+                raise ModelInvalid(
                     f"{type(block).__name__} takes no argument {listed.tokens}",
                     hint="Name the argument that carries the tokens: BlockList(tokens=..., per_token=...)",
                 )
     if len(found) != 1:
         named = ", ".join(f"{heads} in {where}" for heads, where in found.items())
-        raise SequenceInvalid(f"attention heads: {named or 'none named'}", expected="the same number in every block")
+        raise ModelInvalid(f"attention heads: {named or 'none named'}", expected="the same number in every block")
     return next(iter(found))
 
 
@@ -152,10 +152,10 @@ def check_no_dropout(lists: Sequence[BlockList]) -> None:
                 raise random_draw(block, index)
 
 
-def random_draw(block: nn.Module, index: int) -> SequenceInvalid:
+def random_draw(block: nn.Module, index: int) -> ModelInvalid:
     """The error of a block that draws random numbers: each rank would draw for its tokens what it should for all."""
     names = [f"{path} (p={module.p})" for path, module in block.named_modules() if drops(module)]
-    return SequenceInvalid(
+    return ModelInvalid(
         f"{type(block).__name__} {index} draws random numbers" + (f": {', '.join(names)}" if names else ""),
         expected="blocks without dropout, because ranks that hold parts of a sample cannot draw as one process does",
         hint="Set its probability to 0 (lora_dropout=0 for LoRA)",

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from wanshim.errors import SequenceInvalid
+from wanshim.errors import ModelInvalid
 
 from .group import InFlight, SequenceGroup
 
@@ -70,7 +70,7 @@ class GradientAverage:
             parameter.grad = gradient
         missing = len(earlier.keys() - {parameter for parameter, _ in averaged})
         if missing:
-            raise SequenceInvalid(
+            raise ModelInvalid(
                 f"torch.autograd.grad computed this rank's part of {missing} gradients",
                 expected="loss.backward(), which leaves whole gradients in .grad",
             )

@@ -22,7 +22,7 @@ from wanshim.core.ranks.store import default_store, own_connection
 from wanshim.core.shared import nccl
 from wanshim.core.shared.forks import Owner, refuse_inherited_group
 from wanshim.core.shared.text import first_line
-from wanshim.errors import SequenceFailed, SequenceInvalid
+from wanshim.errors import ModelInvalid, RanksFailed
 
 from .watch import ALONE_SECONDS, Watch, WatchedByAnother
 
@@ -272,10 +272,10 @@ class SequenceGroup:
 
     def check_open(self) -> None:
         """Raises:
-        SequenceInvalid: this rank has left the group.
+        ModelInvalid: this rank has left the group.
         """
         if self._closed:
-            raise SequenceInvalid(
+            raise ModelInvalid(
                 "a backward pass through a model that is no longer sharded",
                 expected="remove() after the backward pass of every forward pass",
                 hint="Call the model again for a new loss",
@@ -344,15 +344,15 @@ class SequenceGroup:
             except RuntimeError as error:
                 raise self._stopped(error) from error
         if device != self._device:
-            raise SequenceInvalid(
+            raise ModelInvalid(
                 f"tensors on {device} in a group that began on {self._device}",
                 hint="Call remove() before the model moves, and shard_sequence() after",
             )
         return self._peers
 
-    def _stopped(self, error: RuntimeError) -> SequenceFailed:
+    def _stopped(self, error: RuntimeError) -> RanksFailed:
         """An exchange failed here: what stopped the group is known a moment later, from whoever failed first."""
-        if isinstance(error, SequenceFailed):
+        if isinstance(error, RanksFailed):
             return error
         self.watch.fail("connection", f"{self.watch.step}: {first_line(error)}")
         return self.watch.cause()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import _StopRecomputationError
 
-from wanshim.errors import SequenceInvalid
+from wanshim.errors import ModelInvalid
 from wanshim.undo import Undo
 
 from .blocks import BlockList, argument_names, random_draw
@@ -84,7 +84,7 @@ class BlockHooks:
         run.group.watch.check()
         for path, module in self._modules.items():
             if block.get_submodule(path) is not module:
-                raise SequenceInvalid(
+                raise ModelInvalid(
                     f"{path} of block {self._index} is another module than when the model was sharded",
                     hint="Call remove(), inject adapters such as LoRA, then call shard_sequence() again",
                 )
@@ -128,7 +128,7 @@ class BlockHooks:
     def _projected(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         which = len(self._passages)
         if self._modules[self._listed.projections[which]] is not module:
-            raise SequenceInvalid(
+            raise ModelInvalid(
                 f"the projections of block {self._index} run in another order than {self._listed.projections}",
                 hint="Name them in the order in which the block runs them",
             )
@@ -141,7 +141,7 @@ class BlockHooks:
 
     def _before_attention(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         if len(args) < 3:
-            raise SequenceInvalid(
+            raise ModelInvalid(
                 f"{self._listed.attention} of block {self._index} gets {len(args)} positional arguments",
                 expected="query, key and value",
             )
@@ -182,7 +182,7 @@ class BlockHooks:
         """An argument as this rank's part of the block takes it."""
         if not isinstance(value, torch.Tensor):
             if any(t.requires_grad for t in _tensors_in(value)):
-                raise SequenceInvalid(
+                raise ModelInvalid(
                     f"argument {name} of block {self._index} is a {type(value).__name__} of tensors with gradients",
                     expected="tensors as arguments of their own",
                 )
@@ -196,7 +196,7 @@ class BlockHooks:
         if name == self._listed.tokens and not self._first:
             mine = self._plan.tokens[self._run.group.rank]
             if value.size(dim) != mine:
-                raise SequenceInvalid(
+                raise ModelInvalid(
                     f"block {self._index} gets {value.size(dim)} tokens", expected=f"{mine}, this rank's share"
                 )
             return value
@@ -213,7 +213,7 @@ class BlockHooks:
         }
         if len(set(lengths.values())) > 1:
             found = ", ".join(f"{name} {length}" for name, length in lengths.items())
-            raise SequenceInvalid(
+            raise ModelInvalid(
                 f"block {self._index} gets arguments of different lengths: {found}",
                 expected="one entry a token in each",
             )

@@ -18,7 +18,7 @@ def check_shardable(lists: Sequence[BlockList]) -> int:
     """The number of heads, over as many processes of which the blocks' tokens can go.
 
     Raises:
-        SequenceInvalid: dropout in a block, or blocks that are built otherwise.
+        ModelInvalid: dropout in a block, or blocks that are built otherwise.
     """
     check_no_dropout(lists)
     return heads_of(lists)
@@ -31,7 +31,7 @@ def sharded(lists: Sequence[BlockList], group: SequenceGroup) -> Iterator[None]:
     Each process of the group enters it with a copy of the same blocks, and calls the model with the same inputs.
 
     Raises:
-        SequenceInvalid: more ranks than heads, dropout in a block, or blocks that are built otherwise.
+        ModelInvalid: more ranks than heads, dropout in a block, or blocks that are built otherwise.
     """
     count = sum(len(listed.blocks) for listed in lists)
     plan = plan_sequence(group.ranks, heads=check_shardable(lists), blocks=count)

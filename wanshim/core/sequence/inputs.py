@@ -13,7 +13,7 @@ import torch
 
 from wanshim.core.shared.digest import digest_on_device
 from wanshim.core.shared.host_memory import pinned
-from wanshim.errors import SequenceDisagreement
+from wanshim.errors import RankDisagreement
 
 from .group import SequenceGroup
 from .watch import SAME_INPUTS
@@ -63,7 +63,7 @@ class InputCheck:
         """Raise if the inputs differ.
 
         Raises:
-            SequenceDisagreement: on every rank of the group, the same table.
+            RankDisagreement: on every rank of the group, the same table.
         """
         assert self._copy is not None
         table = self._copy.read(self._group).tolist()
@@ -81,7 +81,7 @@ class InputCheck:
             lines
         )
         self._group.watch.fail("different", found)
-        raise SequenceDisagreement(
+        raise RankDisagreement(
             found,
             expected="the same inputs on every rank of the group",
             hint=SAME_INPUTS,
@@ -99,7 +99,7 @@ class FiniteCheck:
         """Raise if it is not.
 
         Raises:
-            SequenceFailed: it holds NaN or infinity.
+            RanksFailed: it holds NaN or infinity.
         """
         if not self._copy.read(self._group):
             self._group.watch.fail("error", "the loss has a gradient that is NaN or infinite")

@@ -35,7 +35,7 @@ class Leader:
             device: of the group's exchange, and of received tensors that are not on the CPU.
 
         Raises:
-            SequenceFailed: on the other ranks, with the name of what `make()` raised on the first.
+            RanksFailed: on the other ranks, with the name of what `make()` raised on the first.
         """
         group, self._calls = self._group, self._calls + 1
         self._attendance.join("what the first rank makes for the group")

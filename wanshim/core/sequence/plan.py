@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
-from wanshim.errors import SequenceInvalid
+from wanshim.errors import ModelInvalid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +27,10 @@ class SequencePlan:
         """The plan for a sample of `count` tokens.
 
         Raises:
-            SequenceInvalid: there are fewer tokens than ranks.
+            ModelInvalid: there are fewer tokens than ranks.
         """
         if count < len(self.ranks):
-            raise SequenceInvalid(
+            raise ModelInvalid(
                 f"{_counted(count, 'token')} for {_counted(len(self.ranks), 'rank')}",
                 expected="at least one token a rank",
                 hint="Use a smaller group or a larger video",
@@ -51,16 +51,16 @@ def plan_sequence(ranks: Sequence[int], *, heads: int, blocks: int) -> SequenceP
     """The plan for `heads` attention heads over `ranks`, for any number of tokens.
 
     Raises:
-        SequenceInvalid: there is one rank only, a rank comes twice, or there are more ranks than heads.
+        ModelInvalid: there is one rank only, a rank comes twice, or there are more ranks than heads.
     """
     if len(ranks) < 2 or len(set(ranks)) < len(ranks):
-        raise SequenceInvalid(
+        raise ModelInvalid(
             f"a sequence group of {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks)) or 'none'}",
             expected="two or more different ranks",
             hint="Start one process for each GPU",
         )
     if len(ranks) > heads:
-        raise SequenceInvalid(
+        raise ModelInvalid(
             f"{len(ranks)} ranks for {_counted(heads, 'attention head')}",
             expected="at most as many ranks as heads, because each rank computes whole heads",
             hint=f"Use groups of {heads} ranks or fewer" if heads > 1 else "Train this model without sequence parallel",

@@ -11,7 +11,7 @@ from torch import nn
 
 from wanshim.core.ranks import agreement
 from wanshim.core.shared.copies import detached_copy, set_copier
-from wanshim.errors import SequenceInvalid
+from wanshim.errors import ModelInvalid
 from wanshim.undo import Undo
 
 from .attendance import Attendance
@@ -51,7 +51,7 @@ class SequenceHandle:
         """Give what is trained in a module that works with the model the first rank's values. Every rank calls it.
 
         Raises:
-            SequenceDisagreement: other names, shapes or dtypes are trained on another rank.
+            RankDisagreement: other names, shapes or dtypes are trained on another rank.
         """
         match_weights(self._run.group, {n: p for n, p in module.named_parameters() if p.requires_grad})
 
@@ -111,23 +111,23 @@ def shard_sequence(
         deadline: seconds that any wait for another rank may take.
 
     Raises:
-        SequenceInvalid: one process, dropout in a block, more ranks than heads, a model that is sharded already or is
+        ModelInvalid: one process, dropout in a block, more ranks than heads, a model that is sharded already or is
             built otherwise. The model is as it was before.
-        SequenceDisagreement: the ranks shard different models or hold different weights. Later, at the end of the
+        RankDisagreement: the ranks shard different models or hold different weights. Later, at the end of the
             backward pass (without gradients: of the forward pass) or sooner: they were called with different inputs.
-        SequenceFailed: a rank did not come. Later: a rank failed, died or did not answer within the deadline.
+        RanksFailed: a rank did not come. Later: a rank failed, died or did not answer within the deadline.
     """
     if sequence_of(model) is not None:
-        raise SequenceInvalid(f"{type(model).__name__} is sharded already", hint="Call remove() on its handle first")
+        raise ModelInvalid(f"{type(model).__name__} is sharded already", hint="Call remove() on its handle first")
     lists = list(blocks) if blocks is not None else [default_block_list(model)]
     if any(listed.text is not None for listed in lists):
-        raise SequenceInvalid(
+        raise ModelInvalid(
             f"{type(model).__name__} has blocks of two streams",
             expected="blocks of one, because the gradients of text, which every rank computes, are not averaged",
         )
     heads = heads_of(lists)
     if not dist.is_available() or not dist.is_initialized():
-        raise SequenceInvalid(
+        raise ModelInvalid(
             "a process without a process group",
             expected="two or more processes joined by torch.distributed",
             hint="Start one process for each GPU, and call torch.distributed.init_process_group in each",
@@ -136,7 +136,7 @@ def shard_sequence(
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     plan = plan_sequence(ranks, heads=heads, blocks=count)
     if dist.get_rank() not in ranks:
-        raise SequenceInvalid(
+        raise ModelInvalid(
             f"rank {dist.get_rank()} is not in the group of ranks {', '.join(map(str, ranks))}",
             hint="Call shard_sequence on the ranks of the group only",
         )

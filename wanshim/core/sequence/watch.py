@@ -28,7 +28,7 @@ import torch.distributed as dist
 from wanshim.core.ranks.rendezvous import Absent, Rendezvous
 from wanshim.core.shared.processes import process, process_state
 from wanshim.core.shared.text import named_line
-from wanshim.errors import SequenceDisagreement, SequenceFailed
+from wanshim.errors import RankDisagreement, RanksFailed
 
 _INTERVAL_SECONDS = 0.2
 _CALLS_KEPT = 8
@@ -55,7 +55,7 @@ class Stops(ABC):
         """This rank has failed."""
 
     @abstractmethod
-    def cause(self) -> SequenceFailed:
+    def cause(self) -> RanksFailed:
         """Why the group stopped."""
 
     def fail_with(self, error: BaseException) -> None:
@@ -105,17 +105,17 @@ class Watch(Stops):
         """Publish what this rank shards and wait until every rank of the group has done so.
 
         Raises:
-            SequenceDisagreement: a rank shards something else.
-            SequenceFailed: a rank did not come within the deadline.
+            RankDisagreement: a rank shards something else.
+            RanksFailed: a rank did not come within the deadline.
         """
         self._publish()
         mine = json.dumps(model, sort_keys=True)
         try:
             models = Rendezvous(self._store, "model", self.rank, len(self.ranks)).meet(mine, self.deadline).replies
         except Absent as reason:
-            raise reason.error(SequenceFailed, self.ranks, "shard_sequence", self.deadline) from None
+            raise reason.error(self.ranks, "shard_sequence", self.deadline) from None
         if len(set(models)) > 1:
-            raise SequenceDisagreement(
+            raise RankDisagreement(
                 "The ranks shard different models:\n" + self._table(models),
                 expected="the same model on every rank of the group",
             )
@@ -170,7 +170,7 @@ class Watch(Stops):
             self._publish()
         self._wake.set()
 
-    def cause(self) -> SequenceFailed:
+    def cause(self) -> RanksFailed:
         """Why the group stopped, as every rank reports it; waits, within bounds, until the first cause is known."""
         end = time.monotonic() + 1.5 * self.silence + 2.0
         while not self._causes() and time.monotonic() < end:
@@ -178,7 +178,7 @@ class Watch(Stops):
         found = self._causes() or [(r, s["failure"]) for r, s in enumerate(self._statuses) if s["failure"]]
         for _, (kind, text) in found:
             if kind == "different":
-                return SequenceDisagreement(
+                return RankDisagreement(
                     text,
                     expected="the same inputs on every rank of the group",
                     hint=SAME_INPUTS,
@@ -186,7 +186,7 @@ class Watch(Stops):
         said = dict.fromkeys(
             text if kind == "gone" else f"rank {self.ranks[rank]}: {text}" for rank, (kind, text) in found
         )
-        return SequenceFailed(
+        return RanksFailed(
             f"A sequence-parallel step over ranks {', '.join(map(str, self.ranks))} stopped: {'; '.join(said)}",
             expected="every rank to complete the step",
             hint="Fix the cause in that rank's log, then restart the job, "
@@ -338,9 +338,9 @@ class WatchedByAnother(Stops):
         self._text = self._text or text
         self.failed = True
 
-    def cause(self) -> SequenceFailed:
+    def cause(self) -> RanksFailed:
         time.sleep(self._patience)
-        return SequenceFailed(f"A sequence-parallel step stopped in {self.step}: {self._text}")
+        return RanksFailed(f"A sequence-parallel step stopped in {self.step}: {self._text}")
 
     def stop(self) -> None:
         """Nothing runs."""

@@ -11,7 +11,7 @@ import torch
 
 from wanshim.core.shared.digest import digest_weights
 from wanshim.core.shared.weight_bytes import stored
-from wanshim.errors import SequenceDisagreement
+from wanshim.errors import RankDisagreement
 
 from .group import SequenceGroup
 
@@ -28,7 +28,7 @@ def match_weights(group: SequenceGroup, tensors: Mapping[str, torch.Tensor]) -> 
         tensors: by name; quantised ones are compared as they are stored.
 
     Raises:
-        SequenceDisagreement: the ranks hold tensors of other names, shapes, dtypes or frozen values: one table on all.
+        RankDisagreement: the ranks hold tensors of other names, shapes, dtypes or frozen values: one table on all.
     """
     parts = {
         f"{name} part {i}" if i else name: (part, tensor.requires_grad)
@@ -53,7 +53,7 @@ def match_weights(group: SequenceGroup, tensors: Mapping[str, torch.Tensor]) -> 
     refused = [name for name in different if not _can_be_sent([entries.get(name) for entries in ranks])]
     if refused:
         group.meet("weights", group.deadline)  # the process that hosts the store stays until all have read
-        raise SequenceDisagreement(
+        raise RankDisagreement(
             f"The ranks hold different weights, {len(refused)} of {len(names)} tensors:\n"
             + _table(group.ranks, ranks, refused),
             expected="the same frozen weights, and trained ones of the same names and shapes, on every rank",

@@ -10,7 +10,7 @@ import os
 import sys
 from typing import Any
 
-from wanshim.errors import UsedAfterFork
+from wanshim.errors import WanshimError
 
 _HINT = 'Start the child with the multiprocessing start method "spawn" or "forkserver"'
 
@@ -37,10 +37,10 @@ def refuse_inherited_group() -> None:
     """Call before using the default process group or its store.
 
     Raises:
-        UsedAfterFork: this process was forked from the one that made the group.
+        WanshimError: this process was forked from the one that made the group.
     """
     if group_is_inherited():
-        raise UsedAfterFork(
+        raise WanshimError(
             f"process {os.getpid()} was forked from a rank, and its process group is that rank's", hint=_HINT
         )
 
@@ -61,6 +61,6 @@ class Owner:
         return os.getpid() == self._pid
 
     def check(self) -> None:
-        """Raise UsedAfterFork in a child that was forked from the owner."""
+        """Raise WanshimError in a child that was forked from the owner."""
         if not self.is_here:
-            raise UsedAfterFork(f"{self._what} of process {self._pid} is used in process {os.getpid()}", hint=_HINT)
+            raise WanshimError(f"{self._what} of process {self._pid} is used in process {os.getpid()}", hint=_HINT)

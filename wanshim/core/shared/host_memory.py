@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from wanshim.core.shared.text import first_line
-from wanshim.errors import hint
+from wanshim.errors import WanshimError
 
 logger = logging.getLogger("wanshim")
 _refusals: list[str] = []  # to lock pages
@@ -161,7 +161,8 @@ def page_lock(
 def _warn_of_refusal(cause: str) -> None:
     """Once in a process."""
     if not _refusals:
-        logger.warning("host memory cannot be page-locked, copies take longer: %s. %s", cause, hint("locked_memory"))
+        slow = f"host memory cannot be page-locked, copies take longer: {cause}"
+        logger.warning("%s", WanshimError(slow, topic="locked_memory"))
     _refusals.append(cause)
 
 

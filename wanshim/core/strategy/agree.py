@@ -17,7 +17,7 @@ from wanshim.core.ranks.rendezvous import Absent, Rendezvous
 from wanshim.core.ranks.store import apart, default_store
 from wanshim.core.strategy.job import Limits
 from wanshim.core.strategy.plan import TrainingPlan
-from wanshim.errors import PlanFailed, RankAbsent, hint
+from wanshim.errors import RankAbsent, RanksFailed
 
 WAIT_S = 600.0  # for the slowest rank: it may still be reading the model
 CALL = "the training task"  # in which all ranks come here
@@ -34,7 +34,7 @@ def agreed(decide: Decide, measure: Callable[[], Limits], wait_s: float = WAIT_S
         wait_s: seconds to wait for the slowest rank.
 
     Raises:
-        PlanFailed: another rank could not decide, with its error; or the ranks differ in more than memory, with each
+        RanksFailed: another rank could not decide, with its error; or the ranks differ in more than memory, with each
             plan.
         RankAbsent: a rank did not come.
         Exception: what `decide` or `measure` raised on this rank, once the others know.
@@ -49,10 +49,11 @@ def agreed(decide: Decide, measure: Callable[[], Limits], wait_s: float = WAIT_S
         _, plan, replies = _compared(decide, lambda: less, wait_s)
     if not _alike(replies):
         plans = "\n".join(f"  rank {rank}: {reply['plan']}" for rank, reply in enumerate(replies))
-        raise PlanFailed(
+        raise RanksFailed(
             f"the ranks of this job have different plans:\n{plans}\n",
             expected="one plan for all",
-            hint=f"{hint('same_environment')}; GPUs must be of one kind",
+            hint="GPUs must be of one kind",
+            topic="same_environment",
         )
     return plan
 
@@ -89,7 +90,7 @@ def _compared(
     replies = _replies(mine, wait_s)
     failed = [f"rank {rank}: {reply['error']}" for rank, reply in enumerate(replies) if "error" in reply]
     if failed:
-        raise PlanFailed(f"no plan for this job: {'; '.join(failed)}", expected="a plan that every rank can run")
+        raise RanksFailed(f"no plan for this job: {'; '.join(failed)}", expected="a plan that every rank can run")
     return limits, plan, replies
 
 
@@ -99,4 +100,4 @@ def _replies(mine: Mapping[str, Any], wait_s: float, name: str = "wanshim/plan")
     try:
         return Rendezvous(apart(default_store()), name, rank, ranks).meet(dict(mine), wait_s).replies
     except Absent as reason:
-        raise reason.error(RankAbsent, range(ranks), CALL, wait_s) from None
+        raise reason.error(range(ranks), CALL, wait_s) from None

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from wanshim.core.pipeline.schedule import pipeline_bound
-from wanshim.core.strategy.job import Strategy, TrainingJob
+from wanshim.core.strategy.job import TrainingJob
 from wanshim.core.strategy.plan import Alternative
 from wanshim.errors import PlacementInvalid
+from wanshim.values import Strategy
 
 DATA_PARALLEL = (Strategy.RESIDENT, Strategy.STREAM)
 Fits = Mapping[Strategy, bool]  # whether the predicted peak fits the devices; a strategy that is not named does not

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from wanshim.core.shared.autocast import autocast_of_caller
-from wanshim.errors import PlacementInvalid, hint
+from wanshim.errors import PlacementInvalid
 
 # What is computed of tokens [start, stop): takes those tokens and their bounds.
 Compute = Callable[[torch.Tensor, int, int], torch.Tensor]
@@ -51,7 +51,7 @@ def chunk_module(module: nn.Module, forward: Callable[..., Any], tokens: int) ->
         raise PlacementInvalid(
             f"{type(module).__name__} drops out at random in {', '.join(dropouts)}",
             expected="a module that computes the same again",
-            hint=hint("chunk_off"),
+            topic="chunk_off",
         )
 
     def chunked(x: torch.Tensor) -> torch.Tensor:

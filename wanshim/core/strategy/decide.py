@@ -26,12 +26,13 @@ from wanshim.core.strategy.fit import (
     on_each_rank,
     with_kept_blocks,
 )
-from wanshim.core.strategy.job import Limits, Strategy, TrainingJob
+from wanshim.core.strategy.job import Limits, TrainingJob
 from wanshim.core.strategy.limits import fits
 from wanshim.core.strategy.plan import Alternative, TrainingPlan
 from wanshim.core.strategy.predict import DevicePeak, KeptOn, Step, predict, without_gaps
 from wanshim.core.streaming.plan import SLOTS, StreamPlan, plan_stream
 from wanshim.errors import PlacementInvalid
+from wanshim.values import Strategy
 
 
 def decide(job: TrainingJob, limits: Limits) -> TrainingPlan:
@@ -44,7 +45,8 @@ def decide(job: TrainingJob, limits: Limits) -> TrainingPlan:
     try:
         plan = replace(_decide(job, limits), block_changes=job.request.block_changes)
     except PlacementInvalid as error:
-        raise PlacementInvalid("; ".join((error.found, *assumed)), expected=error.expected, hint=error.hint) from None
+        error.found = "; ".join((error.found, *assumed))
+        raise
     kept = notes_on_kept_blocks(job, limits, plan.step, streamed=bool(plan.streamed_blocks))
     return replace(plan, notes=(*plan.notes, *kept, *assumed))
 

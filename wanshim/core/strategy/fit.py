@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 
 from wanshim.core.model_split.plan import format_bytes
-from wanshim.core.strategy.job import Limits, Strategy, TrainingJob
+from wanshim.core.strategy.job import Limits, TrainingJob
 from wanshim.core.strategy.limits import by_device, comparison, fits, within
 from wanshim.core.strategy.predict import DevicePeak, KeptOn, MicroBatch, Step, predict, usable
 from wanshim.errors import PlacementInvalid
+from wanshim.values import Strategy
 
 CHUNK_TOKENS = 2048  # products of this many rows keep a GPU busy; fewer save nothing, attention is what peaks then
 HOST_SHARE = 0.5  # of host memory, taken without being asked: the rest is left to weights, loader workers and files

@@ -4,19 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 
 from wanshim.core.strategy.predict import MicroBatch, Stored
-
-
-class Strategy(Enum):
-    """A way to train over the devices of one host. The first that can run is taken."""
-
-    RESIDENT = "resident"  # data parallel, the whole model on every GPU
-    STREAM = "stream"  # data parallel, part of the frozen weights streamed from host memory
-    PIPELINE = "pipeline"  # one process, several micro-batches over the stages at once
-    SPLIT = "split"  # one process, the stages take turns
-    SEQUENCE = "sequence"  # a process for each GPU, and the tokens of one sample over a group of them
+from wanshim.values import Strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

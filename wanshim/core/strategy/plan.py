@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from wanshim.core.strategy.fit import StepSettings
-from wanshim.core.strategy.job import Strategy
 from wanshim.core.strategy.predict import DevicePeak, KeptOn
+from wanshim.values import Strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

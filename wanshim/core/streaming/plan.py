@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from wanshim.core.model_split.plan import format_bytes
-from wanshim.errors import PlacementInvalid, hint
+from wanshim.errors import PlacementInvalid
 
 SLOTS = 2  # streamed blocks that have memory on the device at a time: one at work, one on its way
 
@@ -79,7 +79,7 @@ def plan_stream(
         raise PlacementInvalid(
             f"a model of {num_blocks} block{'s' * (num_blocks != 1)} cannot be streamed",
             expected=f"at least {slots} blocks, of which {slots} take turns on the device",
-            hint=hint("stream_off"),
+            topic="stream_off",
         )
     if not slots <= count <= num_blocks:
         raise PlacementInvalid(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from wanshim.core.streaming.block_weights import BlockWeights
-from wanshim.errors import StreamingInvalid, hint
+from wanshim.errors import WanshimError
 
 
 @dataclass
@@ -130,14 +130,14 @@ class Ring:
         must come one by one, from the last to the first."""
         if task == -1:
             if torch.is_grad_enabled() and not _saved_tensors_are_hooked():
-                raise StreamingInvalid(
+                raise WanshimError(
                     "a streamed block ran with gradients and without checkpointing: its backward would read another "
                     "block's weights",
                     expected="gradient checkpointing of every streamed block",
-                    hint=hint("checkpointing"),
+                    topic="checkpointing",
                 )
         elif task == self._task and index >= self._lowest:
-            raise StreamingInvalid(
+            raise WanshimError(
                 "one backward came to streamed block "
                 f"{self.blocks[index].number} after block {self.blocks[self._lowest].number}",
                 expected="a checkpoint for each block, and a backward for each forward",

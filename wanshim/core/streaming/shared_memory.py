@@ -17,11 +17,11 @@ import torch
 
 from wanshim.core.ranks.rendezvous import Absent, Failed, Rendezvous
 from wanshim.core.ranks.store import default_store, wait_for
-from wanshim.core.shared.deadline import checked_seconds
 from wanshim.core.shared.forks import Owner
 from wanshim.core.shared.host_memory import mapped, populate
 from wanshim.core.shared.processes import machine
-from wanshim.errors import HostMemoryInvalid, StreamingInvalid, hint
+from wanshim.errors import HostMemoryInvalid, WanshimError
+from wanshim.values import checked_seconds
 
 DIRECTORY = Path("/dev/shm")  # noqa: S108 - shared memory; the file is made exclusively, for this user alone
 TIMEOUT_S = 300.0
@@ -39,7 +39,7 @@ class LocalRanks:
         timeout_s: seconds to wait for another rank of it.
 
     Raises:
-        DeadlineInvalid: `timeout_s` cannot be waited.
+        SettingInvalid: `timeout_s` cannot be waited.
     """
 
     local_rank: int = 0
@@ -82,7 +82,7 @@ class Shared:
         """Wait until every rank of the host has come here.
 
         Raises:
-            StreamingInvalid: a rank came with an error, or not in time; every other rank raises this.
+            WanshimError: a rank came with an error, or not in time; every other rank raises this.
         """
         host = self._host
         if host.local_size == 1:
@@ -108,7 +108,7 @@ def allocate(num_bytes: int, host: LocalRanks, directory: Path = DIRECTORY, *, p
 
     Raises:
         HostMemoryInvalid: there is not that much room.
-        StreamingInvalid: another rank of the host failed or did not come.
+        WanshimError: another rank of the host failed or did not come.
     """
     global _shares
     _shares += 1
@@ -155,7 +155,7 @@ def _create(num_bytes: int, directory: Path) -> tuple[Path, torch.Tensor]:
             raise HostMemoryInvalid(
                 f"{num_bytes / 2**30:.2f} GiB of shared memory in {directory}: {error}",
                 expected=f"that much room; {room.f_bavail * room.f_frsize / 2**30:.2f} GiB are free",
-                hint=hint("shared_memory"),
+                topic="shared_memory",
             ) from None
         return path, memory
     finally:
@@ -181,7 +181,7 @@ def _map(path: Path, num_bytes: int, *, private: bool = False) -> torch.Tensor:
     try:
         found = os.fstat(descriptor)
         if found.st_size != num_bytes or found.st_uid != os.getuid():
-            raise StreamingInvalid(
+            raise WanshimError(
                 f"{path} has {found.st_size} bytes and belongs to user {found.st_uid}",
                 expected=f"{num_bytes} bytes of user {os.getuid()}: the ranks load different models",
             )
@@ -195,13 +195,13 @@ def _map(path: Path, num_bytes: int, *, private: bool = False) -> torch.Tensor:
 
 def _path_of(host: LocalRanks, key: str) -> str:
     if not wait_for(host.store, [f"{key}/path"], host.timeout_s):
-        raise StreamingInvalid(
+        raise WanshimError(
             f"local rank 0 of {host.shown} offered no shared memory in {host.timeout_s:.0f} s",
             hint="Look for the first error in its log",
         )
     path = str(host.store.get(f"{key}/path").decode())
     if not path:
-        raise StreamingInvalid(f"local rank 0 of {host.shown} could not make the shared memory", hint="See its log")
+        raise WanshimError(f"local rank 0 of {host.shown} could not make the shared memory", hint="See its log")
     return path
 
 
@@ -217,6 +217,6 @@ def _meet(host: LocalRanks, key: str, error: BaseException | None) -> None:
         absent = sorted(reason.never + reason.left)
         text = f"local ranks {absent} of {host.shown} did not come to {key} in {host.timeout_s:.0f} s"
         rendezvous.fail(text)
-        raise StreamingInvalid(text, hint=_HINT) from None
+        raise WanshimError(text, hint=_HINT) from None
     except Failed as reason:
-        raise StreamingInvalid(str(reason), hint=_HINT) from None
+        raise WanshimError(str(reason), hint=_HINT) from None

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from wanshim.core.ranks.store import wait_for
 from wanshim.core.streaming.shared_memory import LocalRanks, allocate
-from wanshim.errors import HostMemoryInvalid, StreamingInvalid
+from wanshim.errors import WanshimError
 
 ALIGNMENT = 64  # bytes
 WRITTEN = "written"
@@ -38,7 +38,7 @@ def load_once(
         load_from: makes the model from its state, without the files.
 
     Raises:
-        StreamingInvalid: the first rank did not load it.
+        WanshimError: the first rank did not load it.
     """
     global _loads
     _loads += 1
@@ -46,18 +46,18 @@ def load_once(
     if host.local_rank == 0:
         return _share(host, key, load)
     if not wait_for(host.store, [key], host.timeout_s):
-        raise StreamingInvalid(
+        raise WanshimError(
             f"local rank 0 of {host.shown} did not load the model in {host.timeout_s:.0f} s",
             hint="Look for the first error in its log",
         )
     found = json.loads(host.store.get(key))
     if "error" in found:
-        raise StreamingInvalid(f"local rank 0 of {host.shown} could not load the model: {found['error']}")
+        raise WanshimError(f"local rank 0 of {host.shown} could not load the model: {found['error']}")
     if found["why_not"]:
         return load(), found["why_not"]
     try:
         shared = allocate(_size(found["layout"]), host, private=True)
-    except (HostMemoryInvalid, StreamingInvalid) as error:
+    except WanshimError as error:
         return load(), error.found
     shared.meet(WRITTEN)
     return load_from(dict(_views(shared.memory, found["layout"]))), ""
@@ -77,7 +77,7 @@ def _share(host: LocalRanks, key: str, load: Callable[[], nn.Module]) -> tuple[n
         return model, reason
     try:
         shared = allocate(_size(layout), host, private=True)
-    except (HostMemoryInvalid, StreamingInvalid) as error:
+    except WanshimError as error:
         return model, error.found
     try:
         assert shared.writable is not None  # of the first rank

@@ -23,7 +23,7 @@ from wanshim.core.streaming.block_weights import BlockWeights, Weight, can_wait,
 from wanshim.core.streaming.plan import SLOTS, StreamPlan, plan_stream
 from wanshim.core.streaming.ring import Ring
 from wanshim.core.streaming.shared_memory import COMPARED, WRITTEN, LocalRanks, Shared, allocate
-from wanshim.errors import PlacementInvalid, StreamingInvalid
+from wanshim.errors import PlacementInvalid, WanshimError
 from wanshim.undo import Undo
 
 ATTRIBUTE = "_wanshim_stream"
@@ -116,7 +116,7 @@ def stream_model(
     Raises:
         PlacementInvalid: the model is split or streamed already, has nothing to stream, or the plan does not fit.
         HostMemoryInvalid: the host has not that much memory to share.
-        StreamingInvalid: another rank of the host failed, or loaded other weights.
+        WanshimError: another rank of the host failed, or loaded other weights.
         torch.OutOfMemoryError: the device cannot hold it. In each case the model is as it was before.
     """
     target = indexed(device)
@@ -212,7 +212,7 @@ def _hand_over(layouts: list[BlockWeights], shared: Shared, undo: Undo) -> None:
         layout.bind(layout.on(shared.memory))
 
 
-def _differing(placed: list[tuple[Weight, torch.Tensor]]) -> StreamingInvalid | None:
+def _differing(placed: list[tuple[Weight, torch.Tensor]]) -> WanshimError | None:
     """What to raise where a weight of this rank is not the shared one. Compared where the weights are: over the link
     from locked pages it is faster than here."""
 
@@ -226,7 +226,7 @@ def _differing(placed: list[tuple[Weight, torch.Tensor]]) -> StreamingInvalid | 
     if all(alike):
         return None
     path = placed[alike.index(False)][0].path
-    return StreamingInvalid(
+    return WanshimError(
         f"{path} is not what local rank 0 has",
         expected="the same base model on every rank, since they share one copy of its frozen weights",
         hint="Give every rank the same checkpoint files",
@@ -287,7 +287,7 @@ def _check_dtype(
     for dtype in dtypes:
         turned = fn(torch.empty(1, dtype=dtype)).dtype
         if turned != dtype:
-            raise StreamingInvalid(
+            raise WanshimError(
                 f"weights that wait on the host were to become {turned}",
                 expected=f"{dtype}, as they were when the streaming began",
                 hint="Convert the model first, then stream it",
@@ -333,7 +333,7 @@ def _refuse_loading(
 ) -> None:
     refused = next((name for name in state_dict if name.removeprefix(prefix) in waiting), None)
     if refused is not None:
-        raise StreamingInvalid(
+        raise WanshimError(
             f"{refused} was to be loaded into a model whose weights are streamed and shared between ranks",
             hint="Load it first, then stream the model; adapters can be loaded at any time",
         )

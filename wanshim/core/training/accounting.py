@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from wanshim.errors import TrainingInvalid
+from wanshim.errors import SettingInvalid
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class StepAccounting:
             (accelerate's `sync_with_dataloader=False`); a partial group at the very end then never steps.
 
     Raises:
-        TrainingInvalid: a count is not a whole number above zero.
+        SettingInvalid: a count is not a whole number above zero.
     """
 
     samples: int
@@ -97,7 +97,7 @@ class GlobalSteps:
         batch_size: samples in a micro-batch of one sequence-parallel group.
 
     Raises:
-        TrainingInvalid: a count is not a whole number above zero, or the groups do not divide the processes.
+        SettingInvalid: a count is not a whole number above zero, or the groups do not divide the processes.
     """
 
     steps: int
@@ -110,7 +110,7 @@ class GlobalSteps:
     def __post_init__(self) -> None:
         _check_counts(asdict(self))
         if self.processes % self.sequence_parallel:
-            raise TrainingInvalid(
+            raise SettingInvalid(
                 f"processes={self.processes} with sequence_parallel={self.sequence_parallel}",
                 expected="groups of equal size",
             )
@@ -150,7 +150,7 @@ class GlobalSteps:
 def _check_counts(counts: Mapping[str, object]) -> None:
     for name, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise TrainingInvalid(f"{name}={value!r}", expected="a whole number above zero")
+            raise SettingInvalid(f"{name}={value!r}", expected="a whole number above zero")
 
 
 def _with_derived(steps: StepAccounting | GlobalSteps, *own: str) -> dict[str, int | bool]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from wanshim.core.ranks.rendezvous import Absent, Rendezvous
 from wanshim.core.ranks.store import apart, default_store
-from wanshim.errors import RankAbsent
 
 WAIT_S = 1800.0  # for the slowest rank to load its model
 
@@ -25,5 +24,5 @@ def of_first_rank(folder: str) -> tuple[str, list[str]]:
     try:
         named = Rendezvous(apart(default_store()), "wanshim/output", dist.get_rank(), size).meet(folder, WAIT_S).replies
     except Absent as reason:
-        raise reason.error(RankAbsent, range(size), "the training task", WAIT_S) from None
+        raise reason.error(range(size), "the training task", WAIT_S) from None
     return named[0], list(dict.fromkeys(named))

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from wanshim.core.shared.deadline import checked_seconds
+from wanshim.values import checked_seconds
 
 Result = TypeVar("Result")
 
@@ -22,7 +22,7 @@ def parse_timeout_s(seconds: float) -> timedelta:
     """`seconds` as a timeout.
 
     Raises:
-        DeadlineInvalid: not a number of seconds that can be waited.
+        SettingInvalid: not a number of seconds that can be waited.
     """
     return timedelta(seconds=checked_seconds(seconds, "the timeout of a process group"))
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from wanshim.core.shared.files import Lock, NotOwn, OwnFolder
-from wanshim.errors import ProgressLogUnsafe
+from wanshim.errors import WanshimError
 
 log = logging.getLogger("wanshim")
 
@@ -61,7 +61,7 @@ def write_run(folder: Path, description: Mapping[str, Any]) -> None:
     """Replace run.json as a whole.
 
     Raises:
-        ProgressLogUnsafe: the folder is a link or belongs to somebody else.
+        WanshimError: the folder is a link or belongs to somebody else.
         OSError: it cannot be written.
     """
     text = json.dumps({"schema": SCHEMA, **description}, indent=1, allow_nan=False)
@@ -75,7 +75,7 @@ def _opened(folder: Path) -> Iterator[OwnFolder]:
     try:
         opened = OwnFolder(folder, 0o755)
     except NotOwn as reason:
-        raise ProgressLogUnsafe(f"{folder} {reason}", expected=OWN, hint="Log to another folder") from None
+        raise WanshimError(f"{folder} {reason}", expected=OWN, hint="Log to another folder") from None
     with opened:
         mode = stat.S_IMODE(os.fstat(opened.descriptor).st_mode)
         if mode & 0o022:
@@ -89,7 +89,7 @@ def _own_file(name: str) -> Iterator[None]:
     try:
         yield
     except NotOwn as reason:
-        raise ProgressLogUnsafe(f"{name} {reason}", expected="a log of your own", hint="Remove it") from None
+        raise WanshimError(f"{name} {reason}", expected="a log of your own", hint="Remove it") from None
 
 
 class ProgressLog:
@@ -101,7 +101,7 @@ class ProgressLog:
         devices: of this process; one file each, a device named twice once.
 
     Raises:
-        ProgressLogUnsafe: the folder or a file in it is a link or belongs to somebody else.
+        WanshimError: the folder or a file in it is a link or belongs to somebody else.
         OSError: the log cannot be opened.
     """
 

@@ -26,6 +26,7 @@ from wanshim.core.training.accounting import GlobalSteps, StepAccounting
 from wanshim.core.training.deferred_loss import DeferredLoss
 from wanshim.core.training.eta import StepEta
 from wanshim.core.training.progress_log import ProgressLog
+from wanshim.errors import WanshimError
 
 log = logging.getLogger("wanshim")
 
@@ -270,5 +271,5 @@ class RunRecorder:
         }
         try:
             progress_log.write_run(self.folder, description)
-        except OSError as error:
+        except (OSError, WanshimError) as error:
             log.warning("wanshim: run.json cannot be written: %s", error)

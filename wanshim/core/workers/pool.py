@@ -18,10 +18,10 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-from wanshim.core.shared.deadline import checked_seconds
 from wanshim.core.shared.digest import digests
 from wanshim.core.shared.forks import Owner
 from wanshim.errors import WorkersFailed, WorkersInvalid
+from wanshim.values import checked_seconds
 
 from . import numerics
 from .ahead import AHEAD
@@ -49,7 +49,7 @@ class Workers:
         prepare: `module:function` that a worker calls first.
 
     Raises:
-        DeadlineInvalid: `deadline` cannot be waited.
+        SettingInvalid: `deadline` cannot be waited.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Workers:
             imports: modules that what they will hold is made of.
 
         Raises:
-            UsedAfterFork: the workers are those of the process from which this one was forked.
+            WanshimError: the workers are those of the process from which this one was forked.
         """
         self._owner.check()
         if self._running.workers:
@@ -176,7 +176,7 @@ class Workers:
         Raises:
             WorkersInvalid: the module cannot be copied, or a worker could not set its copy up.
             WorkersFailed: a worker failed, is gone or gives no sign of life.
-            UsedAfterFork: the workers are those of the process from which this one was forked.
+            WanshimError: the workers are those of the process from which this one was forked.
         """
         self._owner.check()
         packed, tensors = pack(module, self.device)
@@ -250,7 +250,7 @@ class Workers:
         Raises:
             WorkersInvalid: an argument cannot be copied.
             WorkersFailed: the worker is gone or gives no sign of life.
-            UsedAfterFork: the workers are those of the process from which this one was forked.
+            WanshimError: the workers are those of the process from which this one was forked.
         """
         self._owner.check()
         packed, tensors = pack((function, args, kwargs), self.device, self._modules)

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from wanshim import activation, settings
+from wanshim import activation, hand_over, settings
 from wanshim.errors import FeatureUnavailable
 from wanshim.launch.boot.rank import refusal, refuse
 from wanshim.patching.hooks import ImportHook
@@ -32,7 +32,7 @@ Call = Callable[..., Any]
 
 def watch() -> None:
     """Wrap the functions when their modules are imported."""
-    rank = settings.run_rank()
+    rank = hand_over.run_rank()
     names = [AGENT, ACCELERATE, *([STORE] if rank else []), *(["accelerate"] if rank and rank[0] == 0 else [])]
     _hook.watch(names, _imported)
 
@@ -56,7 +56,7 @@ def _imported(module: ModuleType) -> None:
 
 def _start_agent(original: Call, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     count = (args[0] if args else kwargs["config"]).nproc_per_node
-    if settings.is_rank():
+    if hand_over.is_rank():
         refuse(refusal(f"torch's launcher, which starts {count} processes itself"))
     if (sentence := _why_not(count, settings.engine_of(launched=True))) is not None:
         refuse(sentence)
@@ -65,7 +65,7 @@ def _start_agent(original: Call, _: object, args: tuple[Any, ...], kwargs: dict[
 
 def _prepare_accelerate(original: Call, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = args[0] if args else kwargs["args"]
-    if settings.is_rank():
+    if hand_over.is_rank():
         refuse(_refusal_of_accelerate(given, original(*args, **kwargs)))
     machines = given.num_machines or 1
     processes = max(1, -(-(given.num_processes or 1) // machines))
@@ -80,10 +80,10 @@ def _prepare_accelerate(original: Call, _: object, args: tuple[Any, ...], kwargs
 
 def _why_not(processes: int, engine: str | None) -> str | None:
     """Why so many processes of one machine cannot have what the user named, in words; None: they can."""
-    read = settings.read()
+    read = activation.CURRENT.settings
     if read.disable:
         return None
-    selection = activation.CURRENT.select(settings.inherited(), read)
+    selection = activation.CURRENT.select(hand_over.inherited(), read)
     try:
         activation.CURRENT.check_launch(
             selection, replace(read, local_world_size=processes, local_rank=0, engine=engine)
@@ -168,7 +168,7 @@ def _make_store(original: Call, _: object, args: tuple[Any, ...], kwargs: dict[s
     is_store = original.__name__ == "TCPStore"  # whose second two arguments are others
     named = ("host_name", "port", "world_size", "is_master") if is_store else ("hostname", "port", "rank", "world_size")
     given = {**dict(zip(named, args, strict=False)), **kwargs}
-    rank, size = settings.run_rank() or (0, 1)
+    rank, size = hand_over.run_rank() or (0, 1)
     found = given.get("world_size")
     if "rank" in given and found is not None and found > 1 and (given["rank"], found) != (rank, size):
         refuse(refusal(f"what starts processes itself: one joined a job as rank {given['rank']} of {found}"))

@@ -18,7 +18,7 @@ from contextlib import suppress
 from functools import wraps
 from typing import Any
 
-from wanshim import settings
+from wanshim import hand_over
 from wanshim.launch.boot.rank import is_installed
 
 _WAIT_S = 0.5  # for the rank that has made the folder to note it
@@ -31,7 +31,7 @@ def share() -> None:
 
 
 def _once_by_all(original: Callable[..., None]) -> Callable[..., None]:
-    notes = settings.failure_file()  # in the run's folder, under this rank's number
+    notes = hand_over.failure_file()  # in the run's folder, under this rank's number
 
     @wraps(original)
     def make(path: Any, *args: Any, **kwargs: Any) -> None:

@@ -22,10 +22,9 @@ def activate_in_worker() -> None:
     from wanshim.errors import FeatureUnavailable
 
     try:
-        from wanshim import activation, settings
+        from wanshim import activation
 
-        if settings.asked_for() or activation.CURRENT.switched(settings.read()):
-            activation.activate(settings.inherited())
+        activation.activate_as_parent()
     except FeatureUnavailable:
         raise
     except Exception:

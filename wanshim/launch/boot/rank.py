@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from wanshim import settings
+from wanshim import hand_over
 from wanshim.core.shared.files import write_whole
 from wanshim.core.shared.processes import process_start
 from wanshim.errors import FeatureUnavailable
@@ -25,27 +25,27 @@ def enter() -> None:
     """Tell `wanshim run` that wanshim is in its command's program; end a process that contradicts the rank it is in,
     before the first line of its program. For processes that no Python with wanshim has started the second part looks
     whether another program is the rank already."""
-    given = settings.run_rank()
+    given = hand_over.run_rank()
     if given is not None:
-        found, first = settings.numbered(), settings.program_pid()
+        found, first = hand_over.numbered(), hand_over.program_pid()
         if found not in (None, given) and found[1] > 1:  # type: ignore[index]
             refuse(refusal(f"what starts processes itself: one came up as rank {found[0]} of {found[1]}"))  # type: ignore[index]
         is_running = first not in (None, os.getpid()) and process_start(first) is not None  # type: ignore[arg-type]
-        if is_running and not settings.has_python_parent():
+        if is_running and not hand_over.has_python_parent():
             refuse(refusal("what starts processes itself: two programs came up as one rank"))
-    settings.mark_reached()
+    hand_over.mark_reached()
 
 
 def refusal(found: str, hint: str = "Leave the launcher out: wanshim run --gpus N -- python train.py") -> str:
     """A sentence for a command of `wanshim run --gpus` that is no program for one GPU."""
-    count = (settings.run_rank() or (0, 1))[1]
+    count = (hand_over.run_rank() or (0, 1))[1]
     error = FeatureUnavailable(f"--gpus {count} with {found}", expected="the command that trains on one GPU", hint=hint)
     return str(error)
 
 
 def refuse(sentence: str) -> NoReturn:
     """End this process with status 2 and the sentence, which a rank leaves to the launcher of all ranks."""
-    if settings.run_rank() is not None:
+    if hand_over.run_rank() is not None:
         _write({"refusal": sentence})
     else:
         say(sentence)
@@ -69,7 +69,7 @@ def record_failure() -> None:
 
 
 def _write(found: dict[str, str]) -> None:
-    write_whole(settings.failure_file(), json.dumps({**found, "pid": os.getpid()}).encode(), durable=False)
+    write_whole(hand_over.failure_file(), json.dumps({**found, "pid": os.getpid()}).encode(), durable=False)
 
 
 def _place(trace: TracebackType | None) -> str:

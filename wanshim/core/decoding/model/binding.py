@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from wanshim.core.decoding.plan import TileSettings
-from wanshim.errors import VaeInvalid
+from wanshim.errors import ModelInvalid
 
 from .encoder_graph import Graph
 
@@ -95,7 +95,7 @@ def find_binding(vae: Any, verb: str = "decode") -> Binding:
         verb: decode or encode.
 
     Raises:
-        VaeInvalid: no builder knows the class, or the builder found something it does not know.
+        ModelInvalid: no builder knows the class, or the builder found something it does not know.
     """
     group = f"wanshim.{verb}r_graphs"
     known = _own_builders(verb) | _registered_builders(group, tuple(sys.path))
@@ -103,7 +103,7 @@ def find_binding(vae: Any, verb: str = "decode") -> Binding:
         builder = known.get(f"{cls.__module__}.{cls.__qualname__}")
         if builder is not None:
             return builder(vae)
-    raise VaeInvalid(
+    raise ModelInvalid(
         f"no {verb}r graph for {type(vae).__module__}.{type(vae).__qualname__}",
         expected=f"one of {', '.join(sorted(known))}",
         hint=f"Pass binding=..., or register a builder in the entry-point group {group}",

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from wanshim.errors import VaeInvalid
+from wanshim.errors import ModelInvalid
 
 from .encoder_graph import Average, Downsample
 from .graph import Attention, Conv, Duplicate, Norm, Upsample
@@ -110,9 +110,9 @@ def name_of(module: Any) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
-def unknown(name: str, found: object, expected: str) -> VaeInvalid:
+def unknown(name: str, found: object, expected: str) -> ModelInvalid:
     nested = isinstance(found, nn.Module) and found._modules  # printed over many lines
-    return VaeInvalid(
+    return ModelInvalid(
         f"{name} of the VAE is {f'a {name_of(found)}' if nested else repr(found)}",
         expected=expected,
         hint="This release builds its VAE in a way wanshim does not know; the VAE is left as it was",

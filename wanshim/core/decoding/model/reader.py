@@ -35,7 +35,7 @@ def read_graph(
         own, rebound: see `Framework`.
 
     Raises:
-        VaeInvalid: a module is not what these frameworks build.
+        ModelInvalid: a module is not what these frameworks build.
     """
     coder = vae.encoder if verb == "encode" else vae.decoder
     modules.expect_silu(f"{verb}r.nonlinearity", coder.nonlinearity)

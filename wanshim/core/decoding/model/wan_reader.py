@@ -36,7 +36,7 @@ def read_wan_graph(
         verb, output_dtype, clamped, modules, own: see `read_graph`.
 
     Raises:
-        VaeInvalid: a module is not what these frameworks build.
+        ModelInvalid: a module is not what these frameworks build.
     """
     coder = model.encoder if verb == "encode" else model.decoder
     modules.expect_silu("head.1", coder.head[1])

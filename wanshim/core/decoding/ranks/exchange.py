@@ -9,7 +9,7 @@ store holds; verdicts and connections carry the number of their round. Connectio
 rank comes without the ones that the others hold, all open new ones.
 
 A rank that fails closes its connections. Peers that wait for its data wake with an error at once (gloo) or when they
-look at the verdicts (NCCL), leave their own verdict, and all ranks raise the same `VaeFailed`.
+look at the verdicts (NCCL), leave their own verdict, and all ranks raise the same `RanksFailed`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from wanshim.core.ranks.store import READ, default_store, stay_until_read, wait_
 from wanshim.core.shared import nccl
 from wanshim.core.shared.forks import Owner
 from wanshim.core.shared.text import first_line
-from wanshim.errors import VaeFailed, VaeInvalid, VaeRankAbsent
+from wanshim.errors import ModelInvalid, RanksFailed
 
 _POLL_SECONDS = 0.0005
 _LOOK_SECONDS = 0.2
@@ -111,7 +111,7 @@ class Comm:
         """Hold off this process's other threads that use the same ranks: they would join one round twice."""
         self._owner.check()
         if not self._lock.acquire(timeout=self.deadline):
-            raise VaeFailed(
+            raise RanksFailed(
                 f"another thread of rank {self.ranks[self.rank]} has been at it for {self.deadline:g} s",
                 expected="one decode or encode at a time with the same ranks",
                 hint=f"{self.verb.capitalize()} in one thread, or raise the deadline",
@@ -128,7 +128,7 @@ class Comm:
             patience: seconds to wait; None: the deadline.
 
         Raises:
-            VaeRankAbsent: not all ranks came in that time.
+            RankAbsent: not all ranks came in that time.
         """
         patience = self.deadline if patience is None else patience
         if self._store is None or self.size == 1:
@@ -137,7 +137,7 @@ class Comm:
         try:
             meeting = self._rendezvous.meet({"request": mine, "link": self._link}, patience)
         except Absent as reason:
-            raise reason.error(VaeRankAbsent, self.ranks, self.verb, patience) from None
+            raise reason.error(self.ranks, self.verb, patience) from None
         except (RuntimeError, OSError) as error:
             raise self._storeless(error) from error
         self._round = meeting.number
@@ -198,8 +198,8 @@ class Comm:
             with contextlib.suppress(RuntimeError, OSError):
                 self._store.delete_key(key)
 
-    def _storeless(self, error: BaseException) -> VaeFailed:
-        return VaeFailed(
+    def _storeless(self, error: BaseException) -> RanksFailed:
+        return RanksFailed(
             f"rank {self.ranks[self.rank]} cannot reach the store of torch.distributed: {first_line(error)}",
             expected="the process that hosts it, rank 0 of the job, to be alive",
             hint="Look for the first rank that died and restart the job",
@@ -404,7 +404,7 @@ def _ranks_of(verb: str, group: Any) -> tuple[list[int], int]:
         [] if group is dist.GroupMember.NON_GROUP_MEMBER else dist.get_process_group_ranks(group or dist.group.WORLD)
     )
     if mine not in ranks:
-        raise VaeInvalid(
+        raise ModelInvalid(
             f"rank {mine} is not in the group that {verb}s",
             expected=f"one of ranks {', '.join(map(str, ranks))}" if ranks else "a group that holds this rank",
             hint=f"Call parallelize_{verb} and {verb} only on the ranks of the group",

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from wanshim.errors import VaeFailed, VaeInvalid
+from wanshim.errors import ModelInvalid, RanksFailed
 
 from .exchange import Comm
 
@@ -47,7 +47,7 @@ def read_receivers(output: str | int | Sequence[int]) -> tuple[int, ...] | None:
     """The ranks that `output` names: "all" (None), 0, "rank0", or several, as (0, 2).
 
     Raises:
-        VaeInvalid: `output` is something else.
+        ModelInvalid: `output` is something else.
     """
     if isinstance(output, str):
         if output == "all":
@@ -57,7 +57,7 @@ def read_receivers(output: str | int | Sequence[int]) -> tuple[int, ...] | None:
     else:
         found = list(output) if isinstance(output, Sequence) else [output]
     if not found or len(set(found)) < len(found) or not all(type(rank) is int and rank >= 0 for rank in found):
-        raise VaeInvalid(
+        raise ModelInvalid(
             f"output={output!r}",
             expected="'all', a rank of the group (0 or 'rank0') or several different ones ((0, 2))",
             hint="Ranks are counted within the group, from 0",
@@ -67,10 +67,10 @@ def read_receivers(output: str | int | Sequence[int]) -> tuple[int, ...] | None:
 
 def check_receivers(ranks: tuple[int, ...] | None, size: int) -> None:
     """Raises:
-    VaeInvalid: a group of `size` ranks does not hold all of `ranks`: their frames would reach nobody.
+    ModelInvalid: a group of `size` ranks does not hold all of `ranks`: their frames would reach nobody.
     """
     if ranks is not None and max(ranks) >= size:
-        raise VaeInvalid(
+        raise ModelInvalid(
             f"output names rank {max(ranks)} of a group of {size}",
             expected=f"ranks 0 to {size - 1}",
             hint="Ranks are counted within the group, not within the job",
@@ -220,8 +220,8 @@ class ChunkPump:
         except queue.Full:
             raise self._stuck() from None
 
-    def _stuck(self) -> VaeFailed:
-        return VaeFailed(
+    def _stuck(self) -> RanksFailed:
+        return RanksFailed(
             f"on_chunk took no block for {self._patience:g} s",
             expected="the callback to return",
             hint="Hand the frames to a queue of your own, or raise the deadline",

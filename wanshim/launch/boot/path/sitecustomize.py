@@ -27,13 +27,13 @@ def _activate() -> None:
         if expected != sys.prefix:
             text = f"`wanshim run` belongs to the Python of {expected}, this is {sys.prefix}"
             raise RuntimeError(f"{text}: install wanshim here, and start its own `wanshim run`")
-        from wanshim import activation, settings
+        from wanshim import activation, hand_over
         from wanshim.launch.boot import launchers, rank
 
         rank.enter()
-        activation.activate(settings.inherited())
+        activation.activate(hand_over.inherited())
         launchers.watch()
-        if settings.is_rank():
+        if hand_over.is_rank():
             from wanshim.launch.boot import made_folders
 
             rank.record_failure()
