@@ -68,7 +68,7 @@ def test_first_rank_that_goes_ahead_overwrites_nothing_that_others_have_not_read
 
 
 def share_what_cannot_travel(rank: int, size: int, kind: str) -> Any:
-    unshareable = {"object": object(), "gradient": torch.ones(1, requires_grad=True), "keys": {1: 2}}
+    unshareable = {"object": object(), "gradient": torch.ones(1, requires_grad=True), "keys": {(1,): 2}}
     calls: list[int] = []
     leader_of().share(lambda: (calls.append(rank), unshareable[kind])[1], CPU)
     return calls

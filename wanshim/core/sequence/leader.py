@@ -31,7 +31,7 @@ class Leader:
 
         Args:
             make: called on the first rank; where its result cannot travel, on every rank. The result is made of dicts
-                with strings as keys, lists, tuples, tensors without a gradient, numbers, strings and None.
+                with strings or numbers as keys, lists, tuples, tensors without a gradient, numbers, strings and None.
             device: of the group's exchange, and of received tensors that are not on the CPU.
 
         Raises:
