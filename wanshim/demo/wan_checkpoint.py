@@ -25,7 +25,7 @@ DIT = {
     "num_layers": 8,
     "has_image_input": False,
 }
-VAE_DIM = 16
+VAE_DIM = 4
 
 
 @dataclass(frozen=True)

@@ -333,15 +333,24 @@ STARTS_TWO = {
 def test_launcher_of_any_kind_is_refused_when_its_first_process_comes_up_as_another_rank(
     tmp_path: Path, recipe: str
 ) -> None:
-    """As deepspeed, mpirun or srun: rank 0 of the launcher's job is no rank 1, which is started first."""
-    said = refused(tmp_path, binary(tmp_path, "mpirun", recipe))
+    """Rank 0 of the launcher's job is no rank 1, which is started first."""
+    said = refused(tmp_path, binary(tmp_path, "starter", recipe))
     assert "what starts processes itself: one came up as rank 0 of" in said
 
 
+@pytest.mark.parametrize("command", ["mpirun -n 2 python", "srun python", "python -m deepspeed.launcher.runner"])
+def test_launcher_of_other_programs_is_refused_before_it_starts(tmp_path: Path, command: str) -> None:
+    name, *rest = command.split()
+    started_it = tmp_path / "started"
+    program = name if name == "python" else binary(tmp_path, name, f"touch {started_it}")
+    assert "which starts processes itself" in refused(tmp_path, program, *rest)
+    assert not started_it.exists()
+
+
 def test_two_programs_of_one_rank_end_the_job(tmp_path: Path) -> None:
-    """As mpirun, which sets no RANK."""
+    """Of a launcher that sets no RANK, as mpirun."""
     script = "import time; time.sleep(30)"
-    command = binary(tmp_path, "mpirun", "python train.py & python train.py & wait")
+    command = binary(tmp_path, "starter", "python train.py & python train.py & wait")
     done = run(tmp_path, "--gpus", "2", "--", command, script=script)
     assert done.returncode == 2
     assert done.stderr.count("two programs came up as one rank") == 1
