@@ -92,7 +92,7 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
         keep_first_gradients(module, folder / f"{job.name}.gradients{rank}")
         for name, value in job.variables.items():
             patch.setenv(name, value)
-        wanshim.activate(hand_over.inherited())
+        activate_again()
         if job.streamed:
             stream_by_plan(job.streamed, patch)
         if job.sage:
@@ -140,7 +140,7 @@ def run_clip(job: Job, folder: Path, accelerator: Any) -> dict[str, Any]:
         keep_first_gradients(module, folder / f"{job.name}.gradients{accelerator.process_index}")
         for name, value in job.variables.items():
             patch.setenv(name, value)
-        wanshim.activate(hand_over.inherited())
+        activate_again()
         torch.manual_seed(5 + accelerator.process_index)
         logger = ModelLogger(str(folder / job.name), remove_prefix_in_ckpt="pipe.dit.")
         clips = clip_job.OneClip()
@@ -153,12 +153,13 @@ def keep_first_gradients(module: torch.nn.Module, path: Path) -> None:
     """Write what the first optimizer step sees; AdamW would blow a last bit of it up to a whole step."""
 
     def keep(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if path.exists():
+            return  # a hook may not remove itself while torch goes through them
         named = module.named_parameters()
         path.parent.mkdir(exist_ok=True)
         save_file({name: p.grad.cpu() for name, p in named if p.grad is not None}, path)
-        handle.remove()
 
-    handle = register_optimizer_step_pre_hook(keep)
+    register_optimizer_step_pre_hook(keep)
 
 
 def stream_by_plan(blocks: int, patch: pytest.MonkeyPatch) -> None:
@@ -167,6 +168,15 @@ def stream_by_plan(blocks: int, patch: pytest.MonkeyPatch) -> None:
 
     decide = launch.decide
     patch.setattr(launch, "decide", lambda *given: replace(decide(*given), streamed_blocks=blocks))
+
+
+def activate_again() -> None:
+    """With the variables as they are now; a job without a plan has no split, which several processes would refuse."""
+    splits = {"WANSHIM_PLAN", "WANSHIM_DEVICES"} & os.environ.keys()
+    features = os.environ.get("JOBS_FEATURES") or hand_over.inherited()
+    if features is not None and not splits:
+        features = ",".join(name for name in features.split(",") if name != "diffsynth.model_split")
+    wanshim.activate(features)
 
 
 def count_files(names: list[str], patch: pytest.MonkeyPatch) -> None:
@@ -187,7 +197,8 @@ def main(folder: Path) -> None:
             if plan := job.variables.get("WANSHIM_PLAN"):
                 patch.setenv("WANSHIM_PLAN", plan)
         features = ["none", EVERY_MICRO_BATCH, *(["diffsynth.model_split"] if splits else [])]
-        wanshim.activate(",".join([*features, *os.environ.get("MORE_FEATURES", "").split()]))
+        os.environ["JOBS_FEATURES"] = ",".join([*features, *os.environ.get("MORE_FEATURES", "").split()])
+        wanshim.activate(os.environ["JOBS_FEATURES"])
     found = {job.name: run(job, folder) for job in jobs}
     (folder / f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
 

@@ -55,7 +55,7 @@ def test_worker_that_was_killed_between_two_calls_is_an_error_and_the_same_proce
 ) -> None:
     model = toy.Model()
     expected = toy.generate(model, 11)
-    shared = SharedPipeline(Request(gpus=way[0] * way[1], at_most=way), deadline=60.0)
+    shared = SharedPipeline(Request(gpus=way[0] * way[1], at_most=way), deadline=240.0)
 
     def call() -> torch.Tensor:
         return shared.run(partial(toy.bind, model), partial(toy.generate, model, tokens=11))
@@ -86,7 +86,7 @@ def test_estimate_of_what_a_worker_holds_has_the_vae(monkeypatch: pytest.MonkeyP
         return decide(job, *rest)
 
     monkeypatch.setattr(shared_pipeline, "decide", noted)
-    shared = SharedPipeline(Request(gpus=2), deadline=60.0)
+    shared = SharedPipeline(Request(gpus=2), deadline=240.0)
     try:
         for one in (None, vae):
 
@@ -105,7 +105,7 @@ def test_vae_whose_data_changes_between_two_calls_is_decoded_by_all_processes_as
     from tests.distributed.decoding.tiny import make_latent, tiny, vae_config
 
     model, vae, latent = toy.Model(), tiny(diffusers.AutoencoderKLWan, vae_config("2.1")), make_latent(3)
-    shared = SharedPipeline(Request(gpus=2), deadline=60.0)
+    shared = SharedPipeline(Request(gpus=2), deadline=240.0)
 
     def generate() -> torch.Tensor:
         toy.generate(model, 11)
@@ -128,15 +128,15 @@ def test_process_that_forks_after_a_pipeline_is_gone_takes_no_workers_along() ->
     """A reader of videos and a DataLoader fork."""
     model = toy.Model()
     request = Request(gpus=4, at_most=(2, 2))
-    SharedPipeline(request, deadline=60.0).run(partial(toy.bind, model), partial(toy.generate, model, tokens=11))
+    SharedPipeline(request, deadline=240.0).run(partial(toy.bind, model), partial(toy.generate, model, tokens=11))
     gc.collect()
-    anew = SharedPipeline(request, deadline=60.0)
+    anew = SharedPipeline(request, deadline=240.0)
     try:
         done = subprocess.run([sys.executable, "-c", ""], preexec_fn=os.setpgrp, check=False)
         assert done.returncode == 0
         child = os.fork()
         if child == 0:
-            os._exit(7 if SharedPipeline(request, deadline=60.0)._all is not anew._all else 1)
+            os._exit(7 if SharedPipeline(request, deadline=240.0)._all is not anew._all else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     finally:
         anew.close()
