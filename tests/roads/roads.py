@@ -174,10 +174,7 @@ DECODING = tuple(
 TWO_RANKS = "sh ranks.sh python train.py ..."
 AS_THEY_ARE = (
     Road("WANSHIM_PLAN=stream wanshim run -- python train.py ... --always_checkpoints", arguments=TRAIN,
-         reference="python train.py ... --always_checkpoints", says=(SPLIT,), quick=True),
-    Road("WANSHIM_PLAN=stream wanshim run -- python train.py ... --pictures", arguments=FP32,
-         reference="python train.py ... --pictures", says=(SPLIT,)),
-    Road(f"WANSHIM_PLAN=stream wanshim run -- {TWO_RANKS}", reference=TWO_RANKS, arguments=FP32, gpus=2, says=(SPLIT,)),
+         reference="python train.py ... --always_checkpoints", says=(SPLIT,)),
     Road(f"WANSHIM_PLAN=sequence wanshim run -- {TWO_RANKS}", apart=ROUNDING, arguments=FP32, gpus=2,
          says=(SPLIT, "sequence parallel over 2 ranks")),
     Road("wanshim run --gpus 2 -- python train.py ... --reduces --validates --stamped", apart=ROUNDING,

@@ -42,8 +42,7 @@ class Clips(torch.utils.data.Dataset):  # type: ignore[type-arg]
     def __getitem__(self, index: int) -> dict[str, Any]:
         draws = np.random.default_rng(index)
         size = (self.args.height, self.args.width, 3)
-        count = 1 if self.args.pictures else self.args.num_frames
-        frames = [Image.fromarray(draws.integers(0, 256, size, dtype=np.uint8)) for _ in range(count)]
+        frames = [Image.fromarray(draws.integers(0, 256, size, dtype=np.uint8)) for _ in range(self.args.num_frames)]
         return {"video": frames, "prompt": f"clip {index}"}
 
 
@@ -106,7 +105,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--samples", type=int, default=4)
-    for option in ("always_checkpoints", "pictures", "reduces", "validates", "stamped"):
+    for option in ("always_checkpoints", "reduces", "validates", "stamped"):
         parser.add_argument(f"--{option}", action="store_true")
     args = parser.parse_args()
     if args.stamped:  # no two processes have the same
