@@ -141,7 +141,7 @@ def test_ranks_of_two_nodes_join_and_carry_the_same_patches(
     launch(tmp_path, processes)
     said = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("rank?.json"))]
     nodes = [node for node in NODES for _ in range(processes)]
-    assert [one["host"] for one in said] in (nodes, nodes[::-1])  # torchrun sorts by address, which is one here, and pid
+    assert [one["host"] for one in said] in (nodes, nodes[::-1])  # torchrun sorts by address, here one, and pid
     for one in said:
         sizes = str(processes), str(len(NODES) * processes)
         assert (one["WANSHIM_PLAN"], one["LOCAL_WORLD_SIZE"], one["WORLD_SIZE"]) == ("sequence", *sizes)
