@@ -20,7 +20,7 @@ RANK = int(os.environ.get("RANK", 0))
 seen: dict[str, Any] = {}
 
 
-class Logger(train.ModelLogger):  # type: ignore[misc]
+class Logger(train.Logger):
     def on_step_end(self, accelerator: Any, model: Any, save_steps: Any = None, **more: Any) -> None:
         super().on_step_end(accelerator, model, save_steps, **more)
         loss = more["loss"].detach()
@@ -68,6 +68,6 @@ if __name__ == "__main__":
         "--output_path",
         str(made),
     ]
-    train.ModelLogger = Logger
+    train.Logger = Logger  # type: ignore[misc]
     train.main()
     Path(f"seen.{RANK}.json").write_text(json.dumps(seen))
