@@ -33,6 +33,7 @@ def test_losses_and_lora_of_the_split_are_those_of_one_process(tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_losses_of_both_agree_and_the_lora_is_written_once(tmp_path: Path) -> None:
     done = demo(tmp_path, "--plan", "sequence", *SHORT)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -17,6 +17,7 @@ PROVE = f"python {ROOT}/tools/prove.py -- python train.py ..."
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(580)
 def test_step_with_what_is_kept_is_the_step_without_and_nothing_is_trained(tmp_path: Path) -> None:
     wan_checkpoint.write(tmp_path / "checkpoint")
@@ -31,6 +32,7 @@ def test_step_with_what_is_kept_is_the_step_without_and_nothing_is_trained(tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(580)
 def test_step_over_two_ranks_is_the_step_without_what_is_kept(tmp_path: Path) -> None:
     wan_checkpoint.write(tmp_path / "checkpoint")
