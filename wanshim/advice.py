@@ -1,4 +1,4 @@
-"""What a user sets to do something, by the topic of an error: core code knows no variable and no flag."""
+"""The next step of an error, by its topic: core code names the topic, for it knows no variable and no flag."""
 
 from __future__ import annotations
 

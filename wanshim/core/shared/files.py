@@ -28,16 +28,16 @@ _LOCK, _PARTIAL = "lock", ".partial"
 
 
 class NotOwn(Exception):
-    """What has the name is not this user's own; the text says what it is. The caller raises an error of its own."""
+    """A name is that of something which is not this user's own, as the text says. The caller raises its own error."""
 
 
 def prompt_cache() -> Path:
-    """Where encoded prompts are kept unless a user names another folder."""
+    """The folder of encoded prompts, unless a user names another."""
     return Path.home() / ".cache" / "wanshim" / "encoding"
 
 
 def engine_folder() -> Path | None:
-    """Where cuDNN's engines are kept; None: this user has no home folder, and nothing is kept."""
+    """The folder of cuDNN's engines; None: this user has no home folder, and nothing is kept."""
     try:
         return Path.home() / ".cache" / "wanshim" / "convolutions"
     except RuntimeError:
