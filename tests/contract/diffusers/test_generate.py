@@ -911,7 +911,7 @@ def test_a_call_that_the_callback_ended_was_shared_until_then(monkeypatch: pytes
     with pytest.raises(KeyError, match="of the user"):
         generate(pipe, "wan", callback_on_step_end=callback)
     row = wanshim.report().row("diffusers.generate")
-    assert (row.state, row.failed_calls, row.fallbacks) == ("exercised", 0, {})
+    assert (row.state, row.failed_calls, row.fallbacks) == ("exercised", 0, {}), row
     assert "WanPipeline: KeyError ended a call, of which 2 forwards were shared" in row.notes
     SHARED[pipe].close()
 
