@@ -12,13 +12,14 @@ from wanshim.core.shared import gpus
 from wanshim.doctor import diagnosis
 from wanshim.errors import FeatureUnavailable, SettingInvalid, WanshimError
 from wanshim.launch import start
+from wanshim.launch.boot.rank import no_program
 from wanshim.launch.interpreter_options import is_python, is_shell, skipping_option
 from wanshim.patching.verdict import Verdict
 from wanshim.process_report import say
 
 DATA_PARALLEL = ("auto", "sequence", "stream")  # plans of one process a GPU
 ON_ONE = ("auto", "stream")
-# Refused at once; any other launcher is seen when it starts processes.
+# Refused before they start processes, on other machines too; any other launcher is seen by what it starts here.
 LAUNCHERS = {"colossalai", "deepspeed", "horovodrun", "mpiexec", "mpirun", "orterun", "srun"}
 UNAVAILABLE = (Verdict.REFUSE.value, Verdict.ABSENT.value)
 
@@ -62,7 +63,7 @@ def settings_of_ranks(
     if command:
         _check_command(command, option, "run")
     if command and count > 1:
-        _check_one_program(command, option)
+        _check_one_program(command, count)
     ranks = replace(
         read,
         local_world_size=count,
@@ -131,19 +132,15 @@ def _check_command(command: Sequence[str], option: str, verb: str) -> None:
         )
 
 
-def _check_one_program(command: Sequence[str], option: str) -> None:
+def _check_one_program(command: Sequence[str], count: int) -> None:
     program = command[0]
     module = command[2] if is_python(program) and command[1:2] == ["-m"] and len(command) > 2 else ""
     launcher = {Path(program).name, module.partition(".")[0]} & LAUNCHERS
     if launcher:
-        raise FeatureUnavailable(
-            f"{option} with {launcher.pop()}, which starts processes itself",
-            expected="the command that trains on one GPU",
-            hint="Leave the launcher out: wanshim run --gpus N -- python train.py",
-        )
+        raise no_program(count, f"{launcher.pop()}, which starts processes itself")
     if not is_python(program) and is_shell(program):  # a Python of pyenv is a shell script that becomes it
         raise WanshimError(
-            f"{option} with {program}, a shell script, would run each of its steps once for each GPU",
+            f"--gpus {count} with {program}, a shell script, would run each of its steps once for each GPU",
             expected="one program",
             hint="Write wanshim run --gpus N -- before the step in it that trains",
         )

@@ -17,6 +17,7 @@ from wanshim.errors import FeatureUnavailable
 from wanshim.process_report import say
 
 LONGEST = 1000  # characters of an error
+LEAVE_OUT = "Leave the launcher out: wanshim run --gpus N -- python train.py"
 # wanshim, Python, and what is no file at all
 INSTALLED = (f"{Path(__file__).parents[2]}{os.sep}", f"{Path(os.__file__).parent}{os.sep}", "<")
 
@@ -36,11 +37,14 @@ def enter() -> None:
     hand_over.mark_reached()
 
 
-def refusal(found: str, hint: str = "Leave the launcher out: wanshim run --gpus N -- python train.py") -> str:
-    """A sentence for a command of `wanshim run --gpus` that is no program for one GPU."""
-    count = (hand_over.run_rank() or (0, 1))[1]
-    error = FeatureUnavailable(f"--gpus {count} with {found}", expected="the command that trains on one GPU", hint=hint)
-    return str(error)
+def no_program(count: int, found: str, hint: str = LEAVE_OUT) -> FeatureUnavailable:
+    """The error for a command of `wanshim run --gpus` that is no program for one GPU."""
+    return FeatureUnavailable(f"--gpus {count} with {found}", expected="the command that trains on one GPU", hint=hint)
+
+
+def refusal(found: str, hint: str = LEAVE_OUT) -> str:
+    """The sentence of that error in a rank."""
+    return str(no_program((hand_over.run_rank() or (0, 1))[1], found, hint))
 
 
 def refuse(sentence: str) -> NoReturn:
