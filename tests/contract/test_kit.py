@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from tests.kit import Contract, Failed, check, contract_tests, pytest_tests
+from tests.kit.contract import FRESH
 from tests.unit.testing.toy import site
 from wanshim.errors import WanshimError
 from wanshim.patching.verdict import Verdict
-from wanshim.testing import Contract, Failed, check, contract_tests, pytest_tests
-from wanshim.testing.contract import FRESH
 
 BLOCK = "toyframe.blocks:Block.forward"
 SCALE = "toyframe.blocks:scale"

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
+from tests.kit import Contract
 from wanshim import settings
 from wanshim.cli.main import app
 from wanshim.core.decoding.parallel_vae import VaeOptions
@@ -20,7 +21,6 @@ from wanshim.core.ranks import agreement
 from wanshim.core.streaming.shared_memory import LocalRanks
 from wanshim.core.training.process_group import parse_timeout_s
 from wanshim.errors import SettingInvalid
-from wanshim.testing import Contract
 from wanshim.values import LONGEST_S, checked_seconds
 
 NONE = [float("inf"), float("nan"), float("-inf"), 0, -1.0, 1e12, 10**400, LONGEST_S + 1, True, False, "60", None]

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from wanshim.testing import Contract, contract_tests
+from tests.kit import Contract, contract_tests
 
 CALLS = "tests.contract.diffsynth.calls"
 TRAINING = "tests.contract.diffsynth.kit_training"

@@ -11,10 +11,10 @@ import pytest
 
 from tests.contract import readme
 from tests.contract.diffsynth.prepared import Fork
+from tests.kit.pytest_tests import verdict_here
 from tests.roads.roads import ALONE, HERE, ROADS, Arrival, check, travel
 from wanshim.demo import wan_checkpoint
 from wanshim.patching.verdict import Verdict
-from wanshim.testing.pytest_tests import verdict_here
 
 pytestmark = [
     pytest.mark.slow,  # a launcher and two processes that import all of DiffSynth

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.contract import readme
+from tests.kit.pytest_tests import verdict_here
 from wanshim.patching.verdict import Verdict
-from wanshim.testing.pytest_tests import verdict_here
 
 pytestmark = pytest.mark.skipif(
     verdict_here("diffusers.vae_decode") is not Verdict.PATCH, reason="this release's Wan VAE is not known"

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from tests.contract.fastvideo.conftest import needs_training
-from wanshim.testing import Contract, contract_tests
+from tests.kit import Contract, contract_tests
 
 TRAINING = "tests.contract.fastvideo.kit_training"
 # FastVideo's kernels need a GPU driver to be imported; this module puts None in their place.

@@ -13,8 +13,8 @@ import pytest
 
 from tests.contract import readme
 from tests.contract.fastvideo.conftest import needs_training
+from tests.kit.pytest_tests import verdict_here
 from wanshim.patching.verdict import Verdict
-from wanshim.testing.pytest_tests import verdict_here
 
 ENTRY = "-m fastvideo.train.entrypoint.train"
 SCRIPT = """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from wanshim.testing import Contract, contract_tests
+from tests.kit import Contract, contract_tests
 
 pytestmark = [pytest.mark.slow, pytest.mark.kit, pytest.mark.timeout(1700)]  # thirty processes a feature
 

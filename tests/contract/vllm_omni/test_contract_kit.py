@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from wanshim.testing import Contract, contract_tests
+from tests.kit import Contract, contract_tests
 
 CALLS = "tests.contract.vllm_omni.calls"
 WAN = "vllm_omni.diffusion.distributed.autoencoders.autoencoder_kl_wan:DistributedAutoencoderKLWan"

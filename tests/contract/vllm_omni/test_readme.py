@@ -16,8 +16,8 @@ import pytest
 
 from tests.contract import readme
 from tests.contract.vllm_omni.serving import PROGRAM
+from tests.kit.pytest_tests import verdict_here
 from wanshim.patching.verdict import Verdict
-from wanshim.testing.pytest_tests import verdict_here
 
 FEATURE = "vllm_omni.vae_decode"
 pytestmark = [

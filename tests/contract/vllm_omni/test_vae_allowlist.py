@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from tests.distributed.decoding.ranks import run_ranks, values
 from tests.distributed.decoding.tiny import make_latent, make_vae
+from tests.kit.pytest_tests import verdict_here
 from wanshim.patching.verdict import Verdict
-from wanshim.testing.pytest_tests import verdict_here
 
 from .tiny_model import write_model
 

@@ -17,9 +17,9 @@ from tests.contract.vllm_omni.untiled import (
 from tests.contract.vllm_omni.vae import make_distributed
 from tests.distributed.decoding.ranks import run_ranks, values
 from tests.distributed.decoding.tiny import CHANNELS, QWEN_IMAGE, make_latent, tiny, vae_config
+from tests.kit.pytest_tests import verdict_here
 from wanshim.core.decoding import parallelize_decode
 from wanshim.patching.verdict import Verdict
-from wanshim.testing.pytest_tests import verdict_here
 
 FEATURE = "vllm_omni.vae_decode"
 pytestmark = [

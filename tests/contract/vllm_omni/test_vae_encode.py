@@ -15,9 +15,9 @@ from tests.contract.vllm_omni.untiled import (
 from tests.contract.vllm_omni.vae import make_distributed
 from tests.distributed.decoding.ranks import run_ranks, values
 from tests.distributed.decoding.tiny import QWEN_IMAGE, encode, make_video
+from tests.kit.pytest_tests import verdict_here
 from wanshim.patching import SourceTree
 from wanshim.patching.verdict import Verdict
-from wanshim.testing.pytest_tests import verdict_here
 
 FEATURE = "vllm_omni.vae_encode"
 pytestmark = [

@@ -8,9 +8,9 @@ from importlib.machinery import ModuleSpec
 from types import FunctionType, ModuleType
 from typing import Any
 
+from tests.kit.inspection import namespaces
 from wanshim.patching import Feature
 from wanshim.patching.transaction import state_of
-from wanshim.testing.inspection import namespaces
 
 
 class Originals:

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import wanshim
+from tests.kit import launching
+from tests.kit.contract import Contract
+from tests.kit.inspection import differences, feature, layers, namespaces, resolve, standing
+from tests.kit.originals import Originals
+from tests.kit.outcome import describe, outcome
 from wanshim.patching import Kind, Seam
 from wanshim.patching.hooks import ImportHook
 from wanshim.patching.seam import State
 from wanshim.patching.transaction import owner_of
-from wanshim.testing import launching
-from wanshim.testing.contract import Contract
-from wanshim.testing.inspection import differences, feature, layers, namespaces, resolve, standing
-from wanshim.testing.originals import Originals
-from wanshim.testing.outcome import describe, outcome
 
 
 class CheckFailed(Exception):

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from tests.kit.contract import Contract, Failed
+from tests.kit.runner import check
 from wanshim.errors import WanshimError
 from wanshim.patching.verdict import Verdict
 from wanshim.select import catalog, matrix
 from wanshim.select.decision import installed_version
-from wanshim.testing.contract import Contract, Failed
-from wanshim.testing.runner import check
 
 
 def contract_tests(*contracts: Contract) -> Callable[..., None]:

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from wanshim.testing.contract import Contract, Failed, Passed
-from wanshim.testing.inspection import resolve
+from tests.kit.contract import Contract, Failed, Passed
+from tests.kit.inspection import resolve
 
 
 def check(contract: Contract, names: Iterable[str] | None = None) -> list[Passed | Failed]:
@@ -36,7 +36,7 @@ def _run(contract: Contract, names: list[str]) -> tuple[dict[str, str], str]:
         if contract.source_tree is not None:
             resolve(contract.source_tree)(tree)
         # The shell puts the answers on descriptor 3, which survives whatever a framework does to 1 and 2.
-        command = ["sh", "-c", 'exec "$0" -m wanshim.testing.child "$1" "$2" 3>>"$3"', sys.executable]
+        command = ["sh", "-c", 'exec "$0" -m tests.kit.child "$1" "$2" 3>>"$3"', sys.executable]
         command += [json.dumps(asdict(contract)), json.dumps(names), str(answers)]
         try:
             result = subprocess.run(

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from tests.kit.contract import Contract
 from wanshim.launch import start
-from wanshim.testing.contract import Contract
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def in_launched_rank(contract: Contract) -> list[tuple[str, str]]:
 
 def _run(contract: Contract, launcher: list[str], task: str) -> list[tuple[str, str]]:
     with tempfile.TemporaryDirectory() as folder:
-        command = [*launcher, "-m", "wanshim.testing.launching", task, json.dumps(asdict(contract)), folder]
+        command = [*launcher, "-m", "tests.kit.launching", task, json.dumps(asdict(contract)), folder]
         result = subprocess.run(command, capture_output=True, text=True, timeout=contract.timeout_s, check=False)
         answers = [json.loads(file.read_text()) for file in sorted(Path(folder).glob("*.json"))]
         if result.returncode:
@@ -52,7 +52,7 @@ def _run(contract: Contract, launcher: list[str], task: str) -> list[tuple[str, 
 def answer(data: dict[str, object], folder: str) -> None:
     """Runs in the child, which never activates wanshim itself: make the call, write down the feature's state."""
     import wanshim
-    from wanshim.testing.inspection import resolve
+    from tests.kit.inspection import resolve
 
     resolve(str(data["call"]))()
     row = wanshim.report().row(str(data["feature"]))

@@ -1,4 +1,4 @@
-"""`python -m wanshim.testing.child`: runs checks, those of FRESH in an interpreter each, the others in forks.
+"""`python -m tests.kit.child`: runs checks, those of FRESH in an interpreter each, the others in forks.
 
 What the framework itself imports, such as torch, is imported once and shared by the forks; the framework is not
 imported yet in each, and wanshim not activated. A fresh interpreter has nothing but wanshim and `prepare` imported.
@@ -17,10 +17,10 @@ import traceback
 from dataclasses import asdict, replace
 from typing import Any
 
-from wanshim.testing import checks
-from wanshim.testing.contract import FRESH, Contract
-from wanshim.testing.inspection import differences, feature, namespaces, resolve
-from wanshim.testing.originals import Originals
+from tests.kit import checks
+from tests.kit.contract import FRESH, Contract
+from tests.kit.inspection import differences, feature, namespaces, resolve
+from tests.kit.originals import Originals
 
 
 def main(data: dict[str, Any], names: list[str], *, alone: bool) -> None:
@@ -48,7 +48,7 @@ def main(data: dict[str, Any], names: list[str], *, alone: bool) -> None:
 
 
 def _in_an_interpreter(name: str, contract: Contract) -> int:
-    command = [sys.executable, "-m", "wanshim.testing.child", json.dumps(asdict(contract)), json.dumps([name]), "alone"]
+    command = [sys.executable, "-m", "tests.kit.child", json.dumps(asdict(contract)), json.dumps([name]), "alone"]
     return subprocess.run(command, pass_fds=(3,), check=False).returncode
 
 
