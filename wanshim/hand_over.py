@@ -1,7 +1,7 @@
 """What a process hands to those that it starts, by variables that nobody sets by hand: `activate()` its features and
 torch's allocator, and `wanshim run` the rank and the files in which a rank says what ended it.
 
-A rank's failure file is in the run's folder, and beside it the file of `mark_reached`.
+A rank's failure file is in the run's folder, and beside it the files of `mark_reached` and `mark_done`.
 """
 
 from __future__ import annotations
@@ -148,6 +148,18 @@ def leave_rank() -> None:
     """Take `mark_reached` of a rank back, for a program that this process starts in its place."""
     if is_rank():
         reached_file(failure_file()).unlink(missing_ok=True)
+
+
+def mark_done(ability: str) -> None:
+    """Leave a file that says that a feature with this ability did its work in a process of this rank."""
+    if os.environ.get(RUN_FAILURE):
+        with suppress(OSError):  # as in `mark_reached`
+            failure_file().with_suffix(f".{ability}").touch()
+
+
+def is_done(ability: str) -> bool:
+    """Whether a process of this rank has called `mark_done`: the program may start another that trains for it."""
+    return bool(os.environ.get(RUN_FAILURE)) and failure_file().with_suffix(f".{ability}").exists()
 
 
 def program_pid() -> int | None:

@@ -199,13 +199,16 @@ class ProcessReport:
 
     def _without_purpose(self, selected: Iterable[ReportRow]) -> list[str]:
         """A sentence for each thing that a command line or a variable asks of this very process, and that no feature
-        has done, declined or left to the framework with a reason."""
+        has done, declined or left to the framework with a reason, here or in a process that it has started."""
         done = {row.feature.partition(".")[2] for row in selected if row.state in DONE or row.fallbacks}
         tried = {row.feature.partition(".")[2] for row in selected if row.failed_calls}
+        for ability in done:
+            hand_over.mark_done(ability)
         wanted = self.process.settings.generate is not None and (self._is_program or "torch" in sys.modules)
         asked = {"model_split": hand_over.is_rank(), "generate": wanted}
         sentences = {"model_split": TRAINED_NOTHING, "generate": GENERATED_NOTHING}
-        return [text for ability, text in sentences.items() if asked[ability] and ability not in done | tried]
+        missing = (one for one in sentences if asked[one] and one not in done | tried and not hand_over.is_done(one))
+        return [sentences[ability] for ability in missing]
 
     def _check_strict(self) -> None:
         """What had no effect makes the exit status 1. What was never called passes: not every process of a job

@@ -48,6 +48,7 @@ class Road:
         apart: how far the results may differ, of their norm; 0: not in one bit.
         arguments: in place of "...".
         says: what is printed, as regular expressions.
+        silent: what is not printed.
         gpus: how many it needs.
         on_cpu: if False, it needs a GPU's kernels, or is another one there.
         quick: part of `make test`.
@@ -59,6 +60,7 @@ class Road:
     apart: float = 0.0
     arguments: str = TRAIN + CHECKPOINTING
     says: tuple[str, ...] = ()
+    silent: tuple[str, ...] = ()
     gpus: int = 1
     on_cpu: bool = True
     quick: bool = False
@@ -181,6 +183,8 @@ AS_THEY_ARE = (
     Road("wanshim run --gpus 2 -- python train.py ... --reduces --validates --stamped", apart=ROUNDING,
          reference="python train.py ... --reduces --validates --stamped", arguments=FP32, gpus=2,
          says=(SPLIT, "validated ")),
+    Road("WANSHIM_STRICT=1 wanshim run --gpus 2 -- python start.py train.py ...", apart=ROUNDING, arguments=FP32,
+         gpus=2, says=(SPLIT, "sequence parallel over 2 ranks"), silent=("no effect",)),
     Road("WANSHIM_RESUME=auto wanshim run --gpus 2 -- nohup python train.py ...", apart=ROUNDING,
          arguments=FP32, gpus=2, says=(SPLIT, "diffsynth.resume exercised")),
     Road("WANSHIM_STRICT=1 wanshim run --gpus 2 -- python train.py ... --task sft:data_process", gpus=2,
@@ -263,7 +267,7 @@ def travel(command: str, arguments: str, folder: Path, checkpoint: Path, *, on_c
     folder.mkdir(parents=True)
     (folder / "checkpoint").symlink_to(checkpoint)
     sources = {"generate.py": "decode.py", "your_script.py": "decode.py"}
-    for script in ("train.py", "pipeline.py", "ranks.sh", *sources):
+    for script in ("train.py", "pipeline.py", "start.py", "ranks.sh", *sources):
         (folder / script).write_text((HERE / sources.get(script, script)).read_text())
     line = command.replace("...", arguments) if "..." in command else f"{command} {arguments}"
     variables = {name: value for name, value in os.environ.items() if not name.startswith("WANSHIM_")}
@@ -316,6 +320,8 @@ def check(road: Road, found: Arrival, expected: Arrival | None) -> None:
         assert found.listened <= {LOOPBACK}
     for words in road.says:
         assert re.search(words, found.said), f"{words!r} is not in\n{found.said[-6000:]}"
+    for words in road.silent:
+        assert words not in found.said
     if expected is None:
         return
     ours, theirs = found.tensors(), expected.tensors()

@@ -17,7 +17,7 @@ import pytest
 
 import wanshim
 from tests.unit.fake_framework import DECODE, REPAIR, Fake, a_seam, fails, wan
-from wanshim import activation, process_report
+from wanshim import activation, hand_over, process_report
 from wanshim.patching import SeamState, seam
 
 __all__ = ["wan"]  # the fixture
@@ -376,14 +376,20 @@ def test_program_that_was_to_generate_and_called_no_pipeline_says_so_and_fails_u
 
 
 @pytest.mark.parametrize(
-    ("planned", "has_purpose"), [("passes by", False), ("has an effect", True), ("left to the framework", True)]
+    ("planned", "has_purpose"),
+    [
+        ("passes by", False),
+        ("has an effect", True),
+        ("left to the framework", True),
+        ("done by a process that it started", True),
+    ],
 )
 def test_rank_that_only_loaded_a_model_has_trained_nothing(
     wan: Fake, process: Process, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, planned: str, has_purpose: bool
 ) -> None:
     def loads(original: Any, seam: SeamState) -> Callable[..., Any]:
         def forward(x: int) -> Any:
-            if seam.enter() and planned == "passes by":
+            if seam.enter() and planned in ("passes by", "done by a process that it started"):
                 seam.pass_by()
             elif planned == "left to the framework":
                 seam.fall_back("no reason")
@@ -399,4 +405,6 @@ def test_rank_that_only_loaded_a_model_has_trained_nothing(
     wan.offer(replace(plan, seams=(a_seam("dit:forward", loads),)))
     start("auto")
     wan.dit().forward(1)
+    if planned.startswith("done by"):
+        hand_over.mark_done("model_split")
     assert (f"wanshim: {process_report.TRAINED_NOTHING}" in process.end()) is not has_purpose
