@@ -899,7 +899,6 @@ def test_under_strict_what_is_not_shared_stops_at_its_first_forward(kind: str, m
 
 
 def test_a_call_that_the_callback_ended_was_shared_until_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    gc.collect()  # models of other tests, whose own forward covers the class's while they live
 
     def callback(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
         if step == 1:

@@ -231,3 +231,13 @@ def test_hook_on_an_instance_is_seen_and_ours_is_none(leaf: types.ModuleType) ->
     leaf.model.forward = functools.update_wrapper(functools.partial(lambda self, x: old(x), leaf.model), old)
     assert covered_on_an_instance(one) == "Model"
     assert leaf.model.forward(1) == ("ours", "original", 1)
+
+
+def test_object_that_nothing_reaches_any_more_covers_nothing(leaf: types.ModuleType) -> None:
+    one = host_side("Model.forward")
+    put_in([one])
+    gone = leaf.Model()
+    gone.forward = functools.partial(lambda self, x: x, gone)  # refers to itself: freed by the collector alone
+    assert covered_on_an_instance(one) == "Model"
+    del gone
+    assert covered_on_an_instance(one) is None
