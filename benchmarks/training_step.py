@@ -60,7 +60,7 @@ from wanshim.core.strategy import (
     predict,
     store_of,
 )
-from wanshim.core.strategy.fit import with_kept_blocks
+from wanshim.core.strategy.candidates import Candidate, with_kept_blocks
 from wanshim.core.streaming import stream_model
 from wanshim.undo import Undo
 
@@ -149,7 +149,10 @@ def planned(model: Any, args: argparse.Namespace, arm: Arm) -> Step:
         request=Request(keep_blocks=True),
     )  # fmt: skip
     limits = Limits(available=available_on(step.devices), expandable_segments=settings.read().expandable_segments)
-    return with_kept_blocks(job, StepSettings(chunk=None, offload=False, in_flight=1, keep=arm.keep), step, limits)[1]
+    run = StepSettings(chunk=None, offload=False, in_flight=1, keep=arm.keep)
+    kept = with_kept_blocks(job, Candidate(strategy=Strategy.RESIDENT, settings=run, step=step), limits).step
+    assert kept is not None  # as it was given
+    return kept
 
 
 def stream(model: Any, args: argparse.Namespace, peak: int, undo: Undo, report: Callable[[str], None]) -> int:

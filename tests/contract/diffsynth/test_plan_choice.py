@@ -14,8 +14,8 @@ from wanshim import settings
 from wanshim.adapters.diffsynth.splitting.job import read_job
 from wanshim.adapters.diffsynth.training_road import TrainingCall
 from wanshim.core.shared import host_memory
-from wanshim.core.strategy import KeptOn, TrainingJob, predict
-from wanshim.core.strategy.fit import candidates
+from wanshim.core.strategy import KeptOn, Limits, Strategy, TrainingJob
+from wanshim.core.strategy.candidates import Candidate, candidates
 from wanshim.core.streaming import stream_of
 from wanshim.errors import FeatureUnavailable
 
@@ -107,9 +107,9 @@ def test_auto_keeps_attention_in_host_memory_before_it_computes_it_again(
     monkeypatch.setenv("WANSHIM_PLAN", "auto")
     wanshim.activate()
     peaks = {
-        (settings.offload, settings.keep): predict(step)[0].total
-        for settings, step in candidates(job_on_the_host(), ("cpu",), (), 1, 0)
-        if step is not None and settings.chunk is None
+        (way.settings.offload, way.settings.keep): way.peaks[0].total
+        for way in ways_on_the_host(job_on_the_host())
+        if way.settings.chunk is None
     }
     room = peaks[False, KeptOn.DEVICE] - 1
     assert room > peaks[False, None]
@@ -136,11 +136,10 @@ def test_weights_that_wait_on_the_host_are_left_room_once(
     needed = len(job.blocks) * (one.activation + one.attention)
     monkeypatch.setattr(host_memory, "available_bytes", lambda: int(available * needed))
     monkeypatch.setattr(host_memory, "own_bytes", lambda: int(allocated * needed))
-    ways = candidates(job, ("cpu",), (), 1, 0)
     (on_device,) = (
-        predict(step)[0].total
-        for way, step in ways
-        if step is not None and (way.chunk, way.offload, way.keep) == (None, False, KeptOn.DEVICE)
+        way.peaks[0].total
+        for way in ways_on_the_host(job)
+        if (way.settings.chunk, way.settings.offload, way.settings.keep) == (None, False, KeptOn.DEVICE)
     )
     monkeypatch.setenv("WANSHIM_PLAN", "auto")
     monkeypatch.setenv("WANSHIM_CHUNK", "off")
@@ -178,10 +177,14 @@ def test_hint_does_not_propose_the_low_precision_base_that_is_set(monkeypatch: p
     assert job_on_the_host().advice("low_precision") == ""
 
 
+def ways_on_the_host(job: TrainingJob) -> list[Candidate]:
+    """The candidates with the whole model on one device."""
+    return list(candidates(job, Limits(), Strategy.RESIDENT))
+
+
 def smallest_for_the_whole() -> int:
     """What is predicted for the model wholly on its device, offloaded or not: the least."""
-    ways = candidates(job_on_the_host(), ("cpu",), (), 1, 0)
-    return min(predict(step)[0].total for _, step in ways if step is not None)
+    return min(way.peaks[0].total for way in ways_on_the_host(job_on_the_host()))
 
 
 def test_compiled_blocks_in_eight_bits_are_predicted_to_need_more(monkeypatch: pytest.MonkeyPatch) -> None:

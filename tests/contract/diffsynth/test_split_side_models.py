@@ -97,7 +97,7 @@ def test_side_models_that_do_not_fit_beside_the_step_leave_before_it(
     assert (moved_to(pipe.text_encoder), moved_to(pipe.vae)) == (None, None)
     # with room for the rest of the step, and for all weights at once, but not for both
     limit(monkeypatch, first=num_bytes(pipe.dit) + num_bytes(pipe.text_encoder) + num_bytes(pipe.vae), second=1)
-    monkeypatch.setattr(sys.modules["wanshim.core.strategy.decide"], "check_fit", lambda *_: ())
+    monkeypatch.setattr(sys.modules["wanshim.core.strategy.search"], "check_fit", lambda *_: ())
     assert train(module, tmp_path / "split") == expected
     assert HOST in {moved_to(pipe.text_encoder), moved_to(pipe.vae)}
     assert "waits in host memory and is copied to cpu for each call" in notes()

@@ -35,7 +35,7 @@ def send_away(patch: pytest.MonkeyPatch, place: str) -> None:
     """Text encoder and VAE go there, as if they did not fit."""
     leaving = dict.fromkeys(("text_encoder", "vae"), place)
     patch.setattr(
-        sys.modules["wanshim.core.strategy.decide"], "choose_devices", lambda sizes, *_: leaving if sizes else {}
+        sys.modules["wanshim.core.strategy.search"], "choose_devices", lambda sizes, *_: leaving if sizes else {}
     )
 
 

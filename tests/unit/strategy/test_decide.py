@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import FrozenInstanceError, replace
 
 import pytest
@@ -23,11 +22,11 @@ from wanshim.core.strategy import (
     TrainingPlan,
     Video,
     decide,
+    search,
 )
 from wanshim.errors import PlacementInvalid
 
 GIB = 2**30
-decide_module = sys.modules[decide.__module__]
 
 
 def micro_batch(tokens: int, chunk: int | None) -> MicroBatch:
@@ -246,16 +245,15 @@ def test_side_model_that_cannot_leave_stays() -> None:
         assert decide(job, limits(33)).side_models == moves
 
 
-def test_devices_have_less_by_the_side_models_that_moved_to_them() -> None:
+def test_devices_have_less_by_the_side_models_that_moved_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
     job = replace(SPLIT, moved={"cuda:1": 56 * GIB}, request=Request(offload=False))
     less = Limits(available={"cuda:0": 80 * GIB, "cuda:1": 24 * GIB})
     assert decide(job, limits(80)).step == decide(replace(job, moved={}), less).step != decide(SPLIT, limits(80)).step
     sizes = {"text_encoder": 3, "image_encoder": 2, "vae": 1}
     side_models = {name: SideModel(num_bytes=size * GIB, movable=True) for name, size in sizes.items()}
     job = replace(job, side_models=side_models, home=Stored(7 * GIB))
-    rest, left = decide_module._without_moved_models(
-        {"text_encoder": "cuda:1", "image_encoder": "cuda:1"}, job, limits(80)
-    )
+    monkeypatch.setattr(search, "choose_devices", lambda *_: {"text_encoder": "cuda:1", "image_encoder": "cuda:1"})
+    rest, left, *_ = search._without_side_models(job, limits(80), Strategy.SPLIT)
     assert left.available == {"cuda:0": 80 * GIB, "cuda:1": (80 - 56 - 3 - 2) * GIB}
     assert (rest.home, list(rest.side_models)) == (Stored(2 * GIB), ["vae"])
 

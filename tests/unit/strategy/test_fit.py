@@ -26,16 +26,10 @@ from wanshim.core.strategy import (
     trace_block,
 )
 from wanshim.core.strategy import limits as limits_module
-from wanshim.core.strategy.fit import (
-    candidates,
-    check_fit,
-    on_each_rank,
-    split_points_that_fit,
-    why_no_block_is_kept,
-    with_kept_blocks,
-)
-from wanshim.core.strategy.limits import fits
-from wanshim.core.strategy.predict import usable
+from wanshim.core.strategy.candidates import Candidate, candidates, why_no_block_is_kept, with_kept_blocks
+from wanshim.core.strategy.limits import fits, usable
+from wanshim.core.strategy.search import on_each_rank
+from wanshim.core.strategy.shortfall import check_fit, split_points_that_fit
 from wanshim.errors import PlacementInvalid
 
 GIB = 2**30
@@ -106,10 +100,10 @@ def test_devices_without_a_limit_are_not_named(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_micro_batches_that_overlap_leave_room_for_gaps_unless_segments_expand() -> None:
-    available, overlapping = {"cuda:0": 1000}, replace(STEP, in_flight=2)
-    assert usable(overlapping, available, expandable_segments=False) == {"cuda:0": 870}
-    assert usable(overlapping, available, expandable_segments=True) == available
-    assert usable(STEP, available, expandable_segments=False) == available
+    limits, overlapping = Limits(available={"cuda:0": 1000}), replace(STEP, in_flight=2)
+    assert usable(overlapping, limits) == {"cuda:0": 870}
+    assert usable(overlapping, replace(limits, expandable_segments=True)) == limits.available
+    assert usable(STEP, limits) == limits.available
 
 
 JOB = TrainingJob(
@@ -124,13 +118,23 @@ JOB = TrainingJob(
 PLAIN = StepSettings(chunk=None, offload=False, in_flight=1)
 
 
+def way(step: Step) -> Candidate:
+    """The candidate of this step."""
+    return Candidate(strategy=Strategy.SPLIT, settings=PLAIN, step=step)
+
+
+def settings_of(job: TrainingJob, in_flight: int, host: int = 0) -> list[StepSettings]:
+    """The settings of a job's candidates over its stages, in order."""
+    return [one.settings for one in candidates(job, Limits(host=host), Strategy.SPLIT, in_flight)]
+
+
 @pytest.mark.parametrize(("host", "in_flight"), [(2400, {1, 2}), (2399, {1}), (1200, {1}), (1199, set())])
 def test_attention_waits_in_host_memory_unasked_if_half_of_it_holds_all_micro_batches_in_flight(
     host: int, in_flight: set[int]
 ) -> None:
     """Four blocks, each with a checkpoint of 100 bytes and an attention of 50 for every micro-batch in flight."""
     job = replace(JOB, micro_batch=lambda tokens, chunk: replace(STEP.micro_batch, attention=50))
-    ways = [settings for settings, _ in candidates(job, job.devices, STEP.points, 2, host)]
+    ways = settings_of(job, 2, host)
     assert {way.in_flight for way in ways if way.offload} == {1, 2}
     assert {way.in_flight for way in ways if way.keep is KeptOn.HOST} == in_flight
 
@@ -152,15 +156,14 @@ def test_ways_to_run_a_step_come_in_the_order_of_preference(
     request_: Request, checkpointing: bool, expected: list[tuple[int | None, bool, int]]
 ) -> None:
     job = replace(JOB, request=replace(request_, keep=False), checkpointing=checkpointing)
-    ways = [settings for settings, _ in candidates(job, JOB.devices, STEP.points, 2, 0)]
+    ways = settings_of(job, 2)
     assert [(way.chunk, way.offload, way.in_flight) for way in ways] == expected
     assert {way.offload_asked for way in ways} == {bool(request_.offload)}
 
 
 def test_step_is_that_of_the_job() -> None:
     job = replace(JOB, processes=3, offloads_itself=True, request=Request(chunks=(8,), keep=False))
-    _, step = next(candidates(job, ("cuda:0",), (), 1, 0))
-    assert step == Step(
+    assert next(candidates(job, Limits(), Strategy.RESIDENT)).step == Step(
         blocks=STEP.blocks,
         home=STEP.home,
         devices=("cuda:0",),
@@ -182,28 +185,28 @@ def test_sequence_parallel_is_proposed_if_it_would_fit() -> None:
     job = replace(JOB, words={"sequence": "all {value} GPUs"})
     for would in (True, False):
         with pytest.raises(PlacementInvalid) as caught:
-            check_fit(job, PLAIN, STEP, Limits(available={"cuda:0": 10}), lambda would=would: would)
+            check_fit(job, way(STEP), Limits(available={"cuda:0": 10}), lambda would=would: would)
         assert ("What would fit: all 2 GPUs" in str(caught.value)) is would
 
 
 def test_step_that_does_not_fit_is_refused_with_numbers_and_what_would_fit() -> None:
     limits = Limits(available={"cuda:0": 5000, "cuda:1": 6000})
     with pytest.raises(PlacementInvalid) as caught:
-        check_fit(JOB, PLAIN, STEP, limits)
+        check_fit(JOB, way(STEP), limits)
     text = str(caught.value)
     assert "cuda:0 would need 0.01 MiB of 0.00 MiB" in text
     assert "; ".join(map(str, predict(STEP))) in text
     assert "half the weights" in text
     assert "5 frames" in text
     assert "offload (" not in text  # it would not fit either
-    check_fit(JOB, PLAIN, STEP, Limits(available={"cuda:0": 5787}))
+    check_fit(JOB, way(STEP), Limits(available={"cuda:0": 5787}))
 
 
 def proposed(change: str, job: TrainingJob, step: Step, saved: int) -> bool:
     """Whether `change` is proposed where the first device lacks so many bytes."""
     limits = Limits(available={"cuda:0": totals(step)[0] - saved})
     with pytest.raises(PlacementInvalid) as caught:
-        check_fit(replace(job, words={change: "{value} is a change"}), PLAIN, step, limits)
+        check_fit(replace(job, words={change: "{value} is a change"}), way(step), limits)
     return "is a change" in str(caught.value)
 
 
@@ -235,13 +238,13 @@ def test_change_is_proposed_where_it_saves_what_is_missing(change: str, step: St
 def test_fewer_frames_are_proposed_as_many_as_fit() -> None:
     for available, frames in ((4787, 5), (4786, 1)):  # a frame of latents has 8 tokens of 125 bytes
         with pytest.raises(PlacementInvalid, match=f"What would fit: .*{frames} frames"):
-            check_fit(JOB, PLAIN, STEP, Limits(available={"cuda:0": available}))
+            check_fit(JOB, way(STEP), Limits(available={"cuda:0": available}))
 
 
 def test_change_that_the_framework_has_no_words_for_is_not_proposed() -> None:
     limits = Limits(available={"cuda:0": 5000, "cuda:1": 6000})
     with pytest.raises(PlacementInvalid) as caught:
-        check_fit(replace(JOB, words={}), PLAIN, STEP, limits)
+        check_fit(replace(JOB, words={}), way(STEP), limits)
     assert "None of the known changes alone" in str(caught.value)
 
 
@@ -339,10 +342,11 @@ def keeping(available: int, expandable_segments: bool = True, **changed: object)
     job = replace(JOB, request=replace(JOB.request, keep_blocks=True), **changed)
     step = replace(KEEPING, devices=("cuda:0",), points=())
     limits = Limits(available={"cuda:0": available}, expandable_segments=expandable_segments)
-    settings, kept = with_kept_blocks(job, PLAIN, step, limits)
-    assert settings.num_kept_blocks == kept.num_kept_blocks
-    assert fits(predict(kept), limits.available)
-    return kept.num_kept_blocks
+    kept = with_kept_blocks(job, way(step), limits)
+    assert kept.step is not None
+    assert kept.settings.num_kept_blocks == kept.step.num_kept_blocks
+    assert fits(kept.peaks, limits.available)
+    return kept.step.num_kept_blocks
 
 
 def test_as_many_blocks_are_kept_as_fit_beside_gaps() -> None:

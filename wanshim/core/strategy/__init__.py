@@ -2,12 +2,12 @@
 
 from wanshim.core.strategy.agree import agreed, gathered
 from wanshim.core.strategy.block_trace import trace_block
-from wanshim.core.strategy.decide import decide, decide_again
-from wanshim.core.strategy.fit import CHUNK_TOKENS, StepSettings
+from wanshim.core.strategy.candidates import CHUNK_TOKENS, StepSettings
 from wanshim.core.strategy.job import Limits, Request, SideModel, TrainingJob, Video
 from wanshim.core.strategy.limits import available_on
 from wanshim.core.strategy.plan import TrainingPlan
 from wanshim.core.strategy.predict import KeptOn, MicroBatch, Step, Stored, predict, store_of
+from wanshim.core.strategy.search import decide, decide_again
 from wanshim.values import Strategy
 
 __all__ = [

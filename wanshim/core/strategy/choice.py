@@ -74,35 +74,32 @@ def _not_taken(strategy: Strategy, job: TrainingJob) -> str:
 
 
 def why_not(strategy: Strategy, job: TrainingJob, fits: bool) -> str:
-    """Why a strategy cannot run as the job was launched, or nothing."""
-    gpus, processes = job.num_gpus, job.local_processes
-    if strategy is Strategy.SEQUENCE:
-        return _why_not_sequence(job) or ("" if fits else "does not fit the devices")
-    if strategy in DATA_PARALLEL and gpus > 1 and processes < gpus:
-        return f"needs a process for each of {gpus} GPUs ({job.advice('processes', gpus)})"
-    if strategy not in DATA_PARALLEL and processes > 1:
-        return f"{processes} processes were launched, and each would need several GPUs"
-    if strategy not in DATA_PARALLEL and gpus < 2:
-        return "there is one GPU"
-    if strategy in job.excluded:
-        return job.excluded[strategy]
-    if strategy is Strategy.PIPELINE and job.accumulation == 1:
-        return "gradient accumulation is 1, and only accumulated micro-batches can overlap"
-    return "" if fits else "does not fit the devices"
-
-
-def _why_not_sequence(job: TrainingJob) -> str:
-    if job.split_points is not None:
-        return f"needs a process for each of {job.num_gpus} GPUs{_launched(job, job.num_gpus)}"
-    if job.processes < job.local_processes:
-        return f"{job.local_processes} processes were launched and not joined: each trains by itself"
-    if job.processes == 1:
-        return f"one process was launched, and each GPU needs one{_launched(job, 'N')}"
-    if job.ranks < 2:
-        return f"one process was launched on each machine, and each GPU needs one{_launched(job, 'N')}"
-    if job.processes % job.ranks:
-        return f"{job.processes} processes cannot be divided into groups of {job.ranks}"
-    return job.excluded.get(Strategy.SEQUENCE, "")
+    """Why a strategy cannot run as the job was launched, or nothing: the first row of the table that is so."""
+    gpus, processes, joined, ranks = job.num_gpus, job.local_processes, job.processes, job.ranks
+    over_ranks, over_stages, everything = (Strategy.SEQUENCE,), (Strategy.PIPELINE, Strategy.SPLIT), tuple(Strategy)
+    whole, to_launch = job.split_points is None, "each GPU needs one" + _launched(job, "N")
+    rows = (
+        (over_ranks, not whole, f"needs a process for each of {gpus} GPUs{_launched(job, gpus)}"),
+        (over_ranks, joined < processes, f"{processes} processes were launched and not joined: each trains by itself"),
+        (over_ranks, joined == 1, f"one process was launched, and {to_launch}"),
+        (over_ranks, ranks < 2, f"one process was launched on each machine, and {to_launch}"),
+        (over_ranks, joined % ranks, f"{joined} processes cannot be divided into groups of {ranks}"),
+        (
+            DATA_PARALLEL,
+            gpus > 1 and processes < gpus,
+            f"needs a process for each of {gpus} GPUs ({job.advice('processes', gpus)})",
+        ),
+        (over_stages, processes > 1, f"{processes} processes were launched, and each would need several GPUs"),
+        (over_stages, gpus < 2, "there is one GPU"),
+        (everything, strategy in job.excluded, job.excluded.get(strategy, "")),
+        (
+            (Strategy.PIPELINE,),
+            job.accumulation == 1,
+            "gradient accumulation is 1, and only accumulated micro-batches can overlap",
+        ),
+        (everything, not fits, "does not fit the devices"),
+    )
+    return next((text for strategies, is_so, text in rows if is_so and strategy in strategies), "")
 
 
 def _launched(job: TrainingJob, gpus: object) -> str:

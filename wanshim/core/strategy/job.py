@@ -21,9 +21,10 @@ class Video:
     def tokens(self) -> int:
         return self.frames * self.tokens_per_frame
 
-    def length_of(self, frames: int) -> int:
-        """Frames of video in so many latent frames."""
-        return (frames - 1) * self.stride + 1
+    @property
+    def length(self) -> int:
+        """Frames of video in its latent frames."""
+        return (self.frames - 1) * self.stride + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

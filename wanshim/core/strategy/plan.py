@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from wanshim.core.strategy.fit import StepSettings
+from wanshim.core.strategy.candidates import StepSettings
 from wanshim.core.strategy.predict import DevicePeak, KeptOn
 from wanshim.values import Strategy
 

@@ -20,7 +20,6 @@ Stage s of S holds S - s micro-batches in flight (1F1B). Bytes are those of tens
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import pairwise
@@ -41,14 +40,6 @@ OFFLOADED_WINDOW = 4
 # in flight: one ahead, and one that has not left. Measured on one H200: 1.0, the difference of "keep on host" and
 # "eager" in benchmarks/results/training_step_1xH200.json.
 OFFLOADED_ATTENTION = 2
-# What stays unused between blocks of memory of several streams, without expandable segments. Measured on 2 x H200 with
-# a pipeline (benchmarks/results/model_split_lanes_offload_2xH200.json): 24.9 GiB reserved for a peak of 21.8, which did
-# not fit 23.0; with expandable segments it fitted 22.0. Sequence parallel on 4 x H200 ran out of 22.0 GiB with 19.5
-# allocated and 2.1 in gaps; with expandable segments it ran with a peak of 20.5.
-GAP_SHARE = 0.13
-# The same with expandable segments and kept blocks, which fill a device: 139.0 GiB reserved for a peak of 135.6 on one
-# H200 (benchmarks/results/training_step_blocks_1xH200.json). Without, the same step ran out of memory.
-EXPANDABLE_GAP_SHARE = 0.03
 
 
 @dataclass(frozen=True)
@@ -218,16 +209,3 @@ def _kept_attention(step: Step, calls: int) -> int:
     if step.keep is KeptOn.HOST:
         outputs = min(outputs, OFFLOADED_ATTENTION if step.in_flight == 1 else OFFLOADED_WINDOW)
     return outputs * step.micro_batch.attention + calls * step.micro_batch.attention_sums
-
-
-def usable(step: Step, available: Mapping[str, int], *, expandable_segments: bool) -> Mapping[str, int]:
-    """What of `available` a step may count on: micro-batches that overlap leave gaps in the allocator's memory, and
-    kept blocks fill it."""
-    if any(step.num_kept_blocks):
-        return without_gaps(available, EXPANDABLE_GAP_SHARE if expandable_segments else GAP_SHARE)
-    return available if step.in_flight == 1 or expandable_segments else without_gaps(available)
-
-
-def without_gaps(available: Mapping[str, int], share: float = GAP_SHARE) -> Mapping[str, int]:
-    """What of `available` holds tensors where the allocator leaves this share of it between them."""
-    return {device: int(count * (1 - share)) for device, count in available.items()}
