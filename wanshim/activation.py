@@ -176,7 +176,7 @@ class Activation:
         return decisions
 
     def check_launch(self, selection: features.Selection, read: settings.Settings) -> None:
-        """What the user named and this launch cannot give ends the program before it loads anything.
+        """Raise, before the program loads anything, for what the user named and this launch cannot give.
 
         Raises:
             FeatureUnavailable: one process could have the feature, and these processes cannot.
@@ -309,7 +309,7 @@ class Activation:
         self.note = "wanshim is not active"
 
     def decisions(self, names: Collection[str]) -> Iterator[tuple[str, Decision]]:
-        """What would be decided for the features of these names."""
+        """Decisions for the features of these names, without activating them."""
         sources: dict[str, SourceTree] = {}  # a file that several features look at is read once
         for name in names:
             feature = self.known().features[name]
@@ -337,7 +337,7 @@ class Activation:
     # -- looking -------------------------------------------------------------------------------------
 
     def fingerprint(self) -> dict[str, Any]:
-        """What this rank carries, for `core.ranks.agreement`: each feature in place with the hash of its code."""
+        """This rank's patches, for `core.ranks.agreement`: each feature in place with the hash of its code."""
         import socket
 
         with self.lock:
@@ -468,7 +468,7 @@ def deactivate() -> None:
 
 
 def report(*, strict: bool = False) -> Report:
-    """What was selected, what is patched, and how often each patch ran.
+    """The report: each selected feature, whether it is patched, and how often it ran.
 
     Raises:
         FeatureUnavailable: strict, and a feature that the user named (itself, its framework or ability, or by its

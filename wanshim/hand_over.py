@@ -1,4 +1,4 @@
-"""What a process hands to those that it starts, by variables that nobody sets by hand: `activate()` its features and
+"""Variables that a process hands to those that it starts, and that nobody sets by hand: `activate()` its features and
 torch's allocator, and `wanshim run` the rank and the files in which a rank says what ended it.
 
 A rank's failure file is in the run's folder, and beside it the files of `mark_reached` and `mark_done`.
@@ -128,7 +128,7 @@ def is_rank() -> bool:
 
 
 def failure_file() -> Path:
-    """Where a rank that `wanshim run --gpus` started says what ended it."""
+    """The file in which a rank that `wanshim run --gpus` started says what ended it."""
     return Path(os.environ[RUN_FAILURE])
 
 

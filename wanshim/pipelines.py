@@ -29,7 +29,7 @@ class PipelineHandle:
 
     @property
     def plan(self) -> GenerationPlan | None:
-        """How the last call ran; None before the first."""
+        """The plan of the last call; None before the first."""
         return self._shared.plan
 
     def remove(self) -> None:

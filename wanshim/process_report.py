@@ -36,7 +36,7 @@ LOCK_WAIT_S = 2.0
 
 
 class Process(Protocol):
-    """What is on in this process: `wanshim.activation.Activation`."""
+    """State of this process: `wanshim.activation.Activation`."""
 
     settings: settings.Settings
     lock: Any
@@ -138,7 +138,7 @@ class ProcessReport:
     # -- the lines ------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        """What is on, by what: once, when the first framework of a selected feature has been imported."""
+        """Print what is on, and by what: once, when the first framework of a selected feature has been imported."""
         self.process.announce = None
         on: dict[str, list[str]] = {}
         with self.process.lock:
@@ -154,7 +154,7 @@ class ProcessReport:
         say(f"{feature}: " + text.replace("\n", "\n  "))
 
     def end(self) -> None:
-        """What ran, once a process. Nothing where no selected framework was imported."""
+        """Print what ran, once a process; nothing where no selected framework was imported."""
         if self._ended_in == os.getpid():
             return
         self._ended_in = os.getpid()
@@ -211,7 +211,7 @@ class ProcessReport:
         return [sentences[ability] for ability in missing]
 
     def _check_strict(self) -> None:
-        """What had no effect makes the exit status 1. What was never called passes: not every process of a job
+        """End with status 1 for what had no effect. What was never called passes: not every process of a job
         trains."""
         if getattr(sys, "last_value", None) is not None or self._started_in != os.getpid():
             return  # it fails by itself, or is a forked child

@@ -1,4 +1,4 @@
-"""What wanshim did, as records: printed by `wanshim.report()`, `wanshim doctor`, and as JSON."""
+"""Records of what wanshim did: printed by `wanshim.report()`, `wanshim doctor`, and as JSON."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ class ReportRow:
 
     @property
     def violation(self) -> str | None:
-        """What strict does not accept, or None: that it failed or was displaced, and, of a feature that the user named,
-        that it is not in place or had no effect."""
+        """The reason for which strict does not accept this row, or None: that it failed or was displaced, and, of a
+        feature that the user named, that it is not in place or had no effect."""
         broken, done = ("failed", "displaced"), ("exercised", "not needed", "native")
         if self.state in broken or (self.named and self.state not in done):
             return f"{self.feature} was selected by {self.selected_by} and is {self.outcome}: {self.reason}"
@@ -112,7 +112,7 @@ def check(rows: Iterable[ReportRow]) -> None:
 
 
 def describe_fallbacks(fallbacks: Mapping[str, int]) -> str:
-    """How often calls were left to the framework, and why."""
+    """A description of the calls that were left to the framework: how often, and why."""
     counts = (f"{count} time{'s' * (count != 1)}: {reason}" for reason, count in fallbacks.items())
     return f"left to the framework {'; '.join(counts)}"
 

@@ -45,7 +45,7 @@ PLANNING = ("plan", "devices")  # fields that ask for a plan
 
 @dataclass(frozen=True)
 class WantedPlan:
-    """How to train over several GPUs: one of PLANS.
+    """A plan for training over several GPUs: one of PLANS.
 
     Args:
         count: of `stream:20`, the blocks that wait on the host; of `sequence:4`, the ranks of a group.
@@ -70,7 +70,7 @@ class WantedGeneration:
 
 @dataclass(frozen=True)
 class WantedResume:
-    """Where a run keeps its states and goes on from them.
+    """The place where a run keeps its states and goes on from them.
 
     Args:
         folder: None: in the run's output folder.
@@ -85,7 +85,7 @@ class WantedResume:
 
 @dataclass(frozen=True)
 class SaveEvery:
-    """How often a state is saved: after so many steps, or seconds."""
+    """An interval after which a state is saved: so many steps, or seconds."""
 
     steps: int | None = None
     seconds: float | None = None
@@ -549,7 +549,7 @@ def assigned(field: str, value: object) -> str:
 
 
 def meaning_of(field: str) -> str:
-    """What the field's variable does, with what WANSHIM_FAST sets in its own."""
+    """A description of the field's variable, with what WANSHIM_FAST sets in its own."""
     return VARIABLES[field].meaning.format(fast=", ".join(f"`{assigned(*each)}`" for each in FAST_FIELDS.items()))
 
 
@@ -597,7 +597,7 @@ def read(environ: Mapping[str, str] | None = None, *, fast: bool = False) -> Set
 
 
 def engine_of(environ: Mapping[str, str] | None = None, *, launched: bool) -> str | None:
-    """What accelerate gives the parameters to, by its variables: FSDP in processes of a launcher alone."""
+    """The engine to which accelerate gives the parameters, by its variables: FSDP in processes of a launcher alone."""
     environ = os.environ if environ is None else environ
     named = (engine for engine, name in ENGINES.items() if environ.get(name, "").lower() == "true")
     return next((engine for engine in named if launched or engine != "FSDP"), None)

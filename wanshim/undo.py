@@ -11,7 +11,7 @@ _ABSENT = object()
 
 
 class Undo:
-    """What was attached, and how each of it comes off. `remove()` takes all of it back, the last first.
+    """A list of what was attached, with a function that takes each off. `remove()` calls them, the last first.
 
     As a context manager it removes at the end of the block, also after an error.
     """

@@ -47,7 +47,7 @@ def refusal(call: TrainingCall, read: settings.Settings) -> str | None:
 
 
 def graphs_of_a_block(request: Request, processes: int) -> int:
-    """How many graphs a block is compiled as, or may be while no strategy is chosen; 0: it is not compiled."""
+    """The number of graphs as which a block is compiled, or may be while no strategy is chosen; 0: it is not."""
     from wanshim.core.strategy import Strategy
 
     if STEP.feature not in request.block_changes:

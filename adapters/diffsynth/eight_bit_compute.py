@@ -54,7 +54,7 @@ def compute_blocks(pipe: Any, name: str, undo: Undo, report: Report) -> None:
 
 
 def attached_refusal(call: TrainingCall) -> str | None:
-    """What attaches itself to the parameters of this job's blocks, or None."""
+    """The reason: what attaches itself to the parameters of this job's blocks, or None."""
     state = call.accelerator.state
     for plugin, name in (("deepspeed_plugin", "DeepSpeed"), ("fsdp_plugin", "FSDP")):
         if getattr(state, plugin, None) is not None:

@@ -112,7 +112,7 @@ def _tokens(pipe: Any) -> tuple[str, int]:
 
 
 def _empty(*, latents: torch.Tensor, context: torch.Tensor, **_: Any) -> torch.Tensor:
-    """What `model_fn_wan_video` returns: (b, channels, frames, height, width), for each prompt."""
+    """An empty result of `model_fn_wan_video`: (b, channels, frames, height, width), for each prompt."""
     return latents.new_empty((context.size(0), *latents.shape[1:]))
 
 

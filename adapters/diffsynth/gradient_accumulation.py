@@ -35,7 +35,7 @@ class GradientsOfOneStep:
         self.step_begins = True  # what an earlier task left behind is cleared, as the loop's own first call would
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """What the loop calls in every micro-batch, before its forward."""
+        """The method that the loop calls in every micro-batch, before its forward."""
         if self.step_begins:
             given = {} if set_to_none is None else {"set_to_none": set_to_none}
             self.optimizer.optimizer.zero_grad(**given)  # accelerate's own acts on the last micro-batch alone

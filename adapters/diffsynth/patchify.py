@@ -69,8 +69,8 @@ def _judge(source: SourceTree) -> Finding | None:
 
 
 def _patchify_result(forward: ast.AST) -> ast.Name | ast.Tuple | None:
-    """What `forward` assigns the result of patchify to: a name whose shape it reads, or a pair. None where it
-    does neither, so that the source alone does not show it."""
+    """The target to which `forward` assigns the result of patchify: a name whose shape it reads, or a pair. None where
+    it does neither, so that the source alone does not show it."""
     for node in ast.walk(forward):
         if isinstance(node, ast.Assign) and _calls_patchify(node.value):
             target = node.targets[0]

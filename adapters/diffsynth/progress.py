@@ -146,7 +146,7 @@ class RecordedRun:
         return handle.plan.devices if handle is not None else (str(self.call.device),)
 
     def _learning_rate(self) -> float | None:
-        """Of the run's first optimizer (DMD2: the student's), its first parameter group."""
+        """The rate of the first parameter group of the run's first optimizer (DMD2: the student's)."""
         optimizers = getattr(self.accelerator, "_optimizers", ())[self._optimizer :]
         return float(optimizers[0].param_groups[0]["lr"]) if optimizers else None
 

@@ -102,7 +102,7 @@ def _without_scale(vae: Any) -> Any:
 
 
 def _unwrap(module: Any) -> tuple[Any, Callable[[], torch.nn.Module] | None]:
-    """What is inside a wrapper of DiffSynth's VRAM management, which moves or casts it per call, if it is one."""
+    """The module inside a wrapper of DiffSynth's VRAM management, which moves or casts it per call, if it is one."""
     return (module.module, module.computation) if hasattr(module, "computation") else (module, None)
 
 

@@ -219,7 +219,7 @@ def _why_no_sequence(model: Any) -> str:
 
 
 def _empty(model: Any, hidden_states: torch.Tensor, *, return_dict: bool = True, **_: Any) -> tuple[torch.Tensor]:
-    """What a transformer returns.
+    """An empty result of a transformer.
 
     Wan: (b, channels, frames, height, width), in whole patches. Qwen-Image: (b, tokens, elements of a patch).
     """
@@ -303,7 +303,7 @@ def _check(pipe: Any, models: dict[str, Any]) -> None:
 
 
 def _why_not(model: Any) -> str:
-    """What of diffusers' or accelerate's in a transformer would not be in a copy; empty if nothing."""
+    """Names of what diffusers or accelerate put into a transformer and a copy would lack; empty if there is nothing."""
     if hasattr(model, "_orig_mod"):
         return "is compiled by torch.compile, and a worker would compute it uncompiled, with other bits"
     if not type(model).__module__.startswith("diffusers."):

@@ -80,7 +80,7 @@ def _leave_if_taken(vae: Any, verb: str) -> None:
 
 
 def _holder(vae: Any, verb: str) -> str | None:
-    """Who uses this VAE in parallel, or keeps its weights elsewhere between calls; None: nobody.
+    """The user of this VAE in parallel, or of its weights between calls; None: there is none.
 
     Args:
         verb: decode or encode.

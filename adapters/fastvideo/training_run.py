@@ -1,4 +1,4 @@
-"""What a FastVideo trainer is about to do, read from its own settings."""
+"""The run that a FastVideo trainer is about to do, read from its own settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Description = tuple["TrainingRun", int, tuple[str, ...]]  # the run, this proces
 
 
 def run_of_trainer(trainer: Any, method: Any, max_steps: int, manager: Any, done: int) -> Description:
-    """Of `fastvideo.train.trainer.Trainer.run(method, max_steps=..., checkpoint_manager=manager)`."""
+    """The run of `fastvideo.train.trainer.Trainer.run(method, max_steps=..., checkpoint_manager=manager)`."""
     from wanshim.core.training import GlobalSteps
 
     config, callbacks = trainer.training_config, trainer.callbacks._callbacks.values()
@@ -46,7 +46,7 @@ def validation_interval_of_method(method: object) -> int:
 
 
 def run_of_pipeline(pipeline: Any, done: int) -> Description:
-    """Of the `train()` of a pipeline in `fastvideo.training`, which always saves at the end."""
+    """The run of `train()` of a pipeline in `fastvideo.training`, which always saves at the end."""
     from wanshim.core.training import GlobalSteps
 
     args = pipeline.training_args
@@ -94,7 +94,7 @@ def describe(
 
 
 def _still(done: int, steps: int, every: int) -> int:
-    """How many come after `done` steps."""
+    """The number that comes after `done` steps."""
     return max(0, steps // every - done // every) if every > 0 else 0
 
 

@@ -49,7 +49,7 @@ class Fork:
     refuses: Callable[[Any, int], str | None]
 
     def targets(self, coder: str) -> tuple[str, ...]:
-        """What the decode room counts on: the code around, and that of the "Encoder3d" or the "Decoder3d"."""
+        """Targets that the decode room counts on: the code around, and that of the "Encoder3d" or the "Decoder3d"."""
         prefix = self.classes[0].removesuffix("CausalConv3d")
         return tuple(f"{self.module}:{name}.forward" for name in (*self.classes, f"{prefix}{coder}"))
 
@@ -73,7 +73,7 @@ class Fork:
         return self._each(vae, lambda z: call(z / inverse + mean), latents)
 
     def encode(self, vae: Any, call: Call, video: torch.Tensor) -> Any:
-        """What the class returns of `video`, from the encoder's output."""
+        """The class's result for `video`, from the encoder's output."""
 
         def means(sample: torch.Tensor) -> torch.Tensor:
             encoded = call(sample)

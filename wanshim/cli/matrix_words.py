@@ -17,7 +17,7 @@ def releases(rows: Sequence[Row]) -> str:
 
 
 def tested(rows: Sequence[Row], ability: str) -> str:
-    """How the rows' verdicts on the ability were tested: `behaviour: 2.0.0; probe: the other 31`."""
+    """A description of how the rows' verdicts on the ability were tested: `behaviour: 2.0.0; probe: the other 31`."""
     parts = []
     for how in ("behaviour", "probe", "nothing"):
         versions = [row.version for row in rows if row.cells[ability].tested == how]

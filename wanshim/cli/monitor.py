@@ -79,7 +79,7 @@ def _open(folder: Path, name: str | None) -> RunFolder:
 
 
 def _not_read(runs: RunFolder, statuses: list[dict[str, Any]]) -> Iterator[str]:
-    """What nobody may take for well because nothing was said of it."""
+    """Runs that could not be read, which must not pass for healthy ones."""
     folder = text(str(runs.folder), 1000)
     if not statuses:
         yield f"{folder}: empty: no run has logged here"

@@ -1,4 +1,4 @@
-"""What `doctor` and `features` say to people: sentences, which no width of a terminal cuts."""
+"""Sentences of `doctor` and `features` for people, which no width of a terminal cuts."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _state(row: DiagnosisRow, result: Diagnosis) -> str:
 
 
 def _remark(row: DiagnosisRow) -> str:
-    """What the row says beside how it was tested, which everybody may take for granted."""
+    """The remark of a row: its reason without how it was tested."""
     said = [part for part in row.reason.split("; ") if not part.startswith("tested: ")]
     return f" {'; '.join(said)}." if said else ""
 

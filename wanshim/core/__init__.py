@@ -1,1 +1,1 @@
-"""What the features do. Knows torch, knows no framework, no adapter and no wrapt."""
+"""The work of the features. Core imports torch, and no framework, no adapter and no wrapt."""

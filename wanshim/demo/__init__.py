@@ -1,1 +1,1 @@
-"""What `wanshim demo` runs: the real frameworks on a real clip, with tiny random weights."""
+"""Programs of `wanshim demo`: the real frameworks on a real clip, with tiny random weights."""

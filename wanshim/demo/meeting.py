@@ -1,4 +1,4 @@
-"""Where the processes of a demo on this machine meet."""
+"""The address at which the processes of a demo on this machine meet."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ console = Console()
 
 @dataclass
 class DemoRun:
-    """What one training job did."""
+    """The result of one training job."""
 
     title: str
     lora: Path
@@ -36,7 +36,7 @@ class DemoRun:
 
 @dataclass(frozen=True)
 class Way:
-    """How a training job is run: under which variables, in how many processes, and how close it is to one process."""
+    """A way to run a training job: under which variables, in how many processes, and how close it is to one process."""
 
     title: str
     variables: dict[str, str]
@@ -93,7 +93,7 @@ def demo(
 
 
 def arguments(output: Path, source: Path, frames: int, steps: int) -> list[str]:
-    """What `train_lora` takes but for its output folder; its checkpoint is written to `output`."""
+    """Arguments of `train_lora` but for its output folder; its checkpoint is written to `output`."""
     from wanshim.demo import wan_checkpoint
 
     output.mkdir(parents=True, exist_ok=True)

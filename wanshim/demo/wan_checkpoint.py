@@ -30,7 +30,7 @@ VAE_DIM = 4
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """Where the parts of a checkpoint lie."""
+    """Paths of the parts of a checkpoint."""
 
     folder: Path
 

@@ -1,4 +1,4 @@
-"""What `wanshim doctor` finds, and what `wanshim run` checks before it starts: nothing imported, nothing patched."""
+"""Findings of `wanshim doctor`, and the checks of `wanshim run` before it starts: nothing imported, nothing patched."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def examine(
 
 
 def _prompt_cache(read: settings.Settings) -> str:
-    """Where encoded prompts lie, which outlives wanshim; "" where there are none."""
+    """The folder of encoded prompts, which outlives wanshim; "" where there are none."""
     folder = Path(read.cache_dir) if read.cache_dir else prompt_cache()
     return str(folder) if folder.is_dir() else ""
 
@@ -237,7 +237,7 @@ def prepare(text: str | None, read: settings.Settings, option: str = "") -> list
 
 
 def _dropped(look: Activation, selection: Selection, text: str | None, read: settings.Settings) -> str:
-    """What `text`, given in place of WANSHIM_FEATURES, no longer selects, in words; "" where that is nothing."""
+    """Features that `text`, given in place of WANSHIM_FEATURES, no longer selects, in words; "" if there are none."""
     before = read.features if text is not None else None
     dropped = [name for name in look.select(before, read).reasons if name not in selection] if before else []
     return f"-f {text} replaces WANSHIM_FEATURES={before}; no longer selected: {', '.join(dropped)}" if dropped else ""
@@ -277,7 +277,7 @@ def _cards(read: settings.Settings) -> list[int]:
 
 
 def _misnamed(feature: Feature, read: settings.Settings) -> str:
-    """What is wrong with the devices that a variable names, wherever they are; "" where nothing is."""
+    """The fault of the devices that a variable names, wherever they are; "" if there is none."""
     if feature.needs_devices == 0 or read.devices is None:
         return ""
     variable = read.sources["devices"]

@@ -1,4 +1,4 @@
-"""What earlier runs learned of cuDNN's engines and kept, read without torch: `wanshim doctor` and `wanshim warm`."""
+"""Records of cuDNN's engines that earlier runs kept, read without torch: `wanshim doctor` and `wanshim warm`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHOWN = 8  # sizes
 
 @dataclass(frozen=True)
 class KnownEngines:
-    """What is kept for one GPU, driver and cuDNN.
+    """Records for one GPU, driver and cuDNN.
 
     Args:
         strict, fast: how many convolutions are known for the operators.

@@ -25,7 +25,7 @@ LOADERS = ("load_omni_general_plugins", "load_general_plugins")
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """What the probes look at; `here()` fills it in, a test by hand."""
+    """The facts that the probes look at; `here()` fills them in, a test by hand."""
 
     variables: Mapping[str, str] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)  # of vllm and vllm_omni, where installed
@@ -77,7 +77,7 @@ def _skipping_option() -> str:
 
 
 def _ray_cluster() -> str:
-    """Where `ray.init()` would go: RAY_ADDRESS, else the cluster that `ray start` left running on this machine."""
+    """The cluster to which `ray.init()` would go: RAY_ADDRESS, else the one that `ray start` left running here."""
     if settings.foreign().get("RAY_ADDRESS"):
         return settings.foreign()["RAY_ADDRESS"]
     try:

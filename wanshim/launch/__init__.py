@@ -1,1 +1,1 @@
-"""How processes start: the launcher and its ranks, interpreter options, GPUs in sight, what a machine is ready for."""
+"""The start of processes: the launcher and its ranks, interpreter options, GPUs in sight, a machine's abilities."""

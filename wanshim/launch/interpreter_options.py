@@ -1,5 +1,5 @@
-"""What a program is: a shell, or Python and the options under which it reads no sitecustomize from PYTHONPATH, so that
-`wanshim run` cannot reach it. And why a program cannot be started."""
+"""The kind of a program: a shell, or Python and the options under which it reads no sitecustomize from PYTHONPATH, so
+that `wanshim run` cannot reach it. And why a program cannot be started."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Rank:
 
     @property
     def said(self) -> dict[str, Any]:
-        """What the program of this rank wrote of its failure; nothing if there is none."""
+        """The program's own record of its failure; empty if there is none."""
         try:
             found: dict[str, Any] = json.loads(self.failure.read_text())
         except FileNotFoundError:
@@ -258,7 +258,7 @@ def _input_of(number: int) -> int | None:
 
 
 def _meeting(count: int) -> dict[str, str]:
-    """What all ranks share of the variables that torchrun sets."""
+    """Variables of torchrun that all ranks share."""
     cores = len(os.sched_getaffinity(0))
     return {
         "OMP_NUM_THREADS": settings.foreign().get("OMP_NUM_THREADS") or str(max(1, cores // count)),

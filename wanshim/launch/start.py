@@ -55,7 +55,7 @@ def environment(
 
 
 def plan_of(gpus: int) -> str:
-    """How a process for each of so many GPUs trains: each sample over all of them, or what fits the one best."""
+    """The plan of a process for each of so many GPUs: each sample over all of them, or what fits the one best."""
     return "sequence" if gpus > 1 else "auto"
 
 

@@ -24,7 +24,7 @@ class Curve:
 
     @property
     def last_x(self) -> float:
-        """Of the newest point kept, -1.0 without any."""
+        """The x of the newest point kept, -1.0 without any."""
         return self._data["x"][-1] if len(self) else -1.0
 
     def add(self, x: float, **values: float | None) -> None:

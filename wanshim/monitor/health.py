@@ -1,4 +1,4 @@
-"""What is wrong with a run: a stall, a rank behind the others, a loss that is no number, a process gone."""
+"""Problems of a run: a stall, a rank behind the others, a loss that is no number, a process gone."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class DeviceLog:
 
     @property
     def process(self) -> tuple[object, ...]:
-        """Who wrote the newest attempt."""
+        """The process that wrote the newest attempt."""
         return tuple(self.start.get(name) for name in ("host", "pid", "process_started"))
 
     @property
@@ -146,7 +146,7 @@ class DeviceLog:
         return self.tail.modified
 
     def expect(self, steps: int | None, group: int, checkpoints: int, validations: int) -> None:
-        """What run.json says of the run; the pace keeps what it has measured."""
+        """Take over what run.json says of the run; the pace keeps what it has measured."""
         self.pace_of = (steps, group, checkpoints, validations)
         self.pace.steps = steps
         self.pace.checkpoints.planned, self.pace.validations.planned = checkpoints, validations
@@ -251,7 +251,7 @@ class RunLog:
 
 
 def _of_one_process(logs: list[DeviceLog]) -> list[DeviceLog]:
-    """Of a rank's logs those of the process that wrote last: an earlier attempt may have used another device."""
+    """The logs of the process of a rank that wrote last: an earlier attempt may have used another device."""
     newest = max(logs, key=lambda log: log.tail.modified).process
     return [log for log in logs if log.process == newest]
 
@@ -300,7 +300,7 @@ class RunFolder:
             self.update()
 
     def names(self) -> list[str]:
-        """Of all runs, however many."""
+        """Names of all runs, however many."""
         return sorted(self._all())
 
     def _all(self) -> dict[str, Path]:

@@ -168,7 +168,7 @@ class _Guard:
 
 
 def _answer_at_the_door(request: Request) -> Response | None:
-    """What a request gets that is not let in; None: it is."""
+    """The response for a request that is not let in; None: it is."""
     token = request.app.state.token
     if token is None:
         # A page of elsewhere whose name resolves to this machine must not read the logs.
@@ -189,8 +189,8 @@ def _answer_at_the_door(request: Request) -> Response | None:
 
 
 def _host_of(request: Request) -> str:
-    """Of the Host header, without the port; empty where it names none. Not by `request.url`: starlette before 1.3
-    builds that from header and path without checking either."""
+    """The host of the Host header, without the port; empty where it names none. Not by `request.url`: starlette before
+    1.3 builds that from header and path without checking either."""
     try:
         return urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
     except ValueError:
@@ -325,7 +325,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def config_of(app: Starlette) -> uvicorn.Config:
-    """How uvicorn serves the application: with limits on what a client may hold."""
+    """The configuration with which uvicorn serves the application: with limits on what a client may hold."""
     return uvicorn.Config(
         app,
         http=_PromptRequests,

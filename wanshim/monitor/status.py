@@ -1,4 +1,4 @@
-"""What the terminal, the page and the API say of a run: plain data, every value checked."""
+"""The status of a run for the terminal, the page and the API: plain data, every value checked."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _state(run: RunLog, found: list[Problem]) -> str:
 
 
 def _phase(log: DeviceLog) -> str:
-    """Of a process without a problem."""
+    """The phase of a process without a problem."""
     if log.end:
         return "stopped" if log.end.get("state") == "stopped" else "finished"
     return "running" if log.last else "starting"

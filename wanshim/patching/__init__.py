@@ -1,4 +1,4 @@
-"""How a patch is put in, checked and taken out."""
+"""Patches: put in, checked and taken out."""
 
 from wanshim.patching.feature import Feature, Framework
 from wanshim.patching.probe import Finding, SourceTree

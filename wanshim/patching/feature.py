@@ -1,4 +1,4 @@
-"""What an adapter declares: a framework, and the features it gives it."""
+"""Declarations of an adapter: a framework, and the features it gives it."""
 
 from __future__ import annotations
 

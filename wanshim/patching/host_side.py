@@ -11,7 +11,7 @@ from wanshim.patching.seam import SeamState
 
 
 class BoundSeamWrapper(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg, misc, unused-ignore]
-    """What attribute access gives where a SeamWrapper stands in a class."""
+    """The result of attribute access where a SeamWrapper stands in a class."""
 
     @property
     def __wanshim_state__(self) -> SeamState:

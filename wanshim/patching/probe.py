@@ -21,7 +21,7 @@ SKIPPED = frozenset({"type_comment", "kind", "ctx", "type_params", "lineno", "co
 
 @dataclass(frozen=True)
 class Finding:
-    """What a feature's judge concluded from the source, and from what."""
+    """The conclusion of a feature's judge from the source, with its evidence."""
 
     verdict: Verdict
     reason: str
@@ -104,7 +104,7 @@ class SourceTree:
 
     @classmethod
     def of_installed(cls, package: str) -> SourceTree:
-        """Where Python would import `package` from. A loose file or a bare folder of that name is not it."""
+        """The folder from which Python would import `package`. A loose file or a bare folder of that name is not it."""
         module = sys.modules.get(package)
         try:
             spec = module.__spec__ if module is not None else importlib.util.find_spec(package)

@@ -18,7 +18,7 @@ from wanshim.settings import Settings
 
 
 class Kind(Enum):
-    """How the replacement sits in its place."""
+    """The kind of replacement in its place."""
 
     CLOSURE = "closure"  # a plain function; in a class it keeps the staticmethod or classmethod around it
     WRAPT = "wrapt"  # a wrapt FunctionWrapper: on the host side only, for torch.compile skips it silently
@@ -82,7 +82,7 @@ class Seam:
 
 
 class State(str, Enum):
-    """Of a seam or, as the least of its seams, of a feature."""
+    """The state of a seam or, as the least of its seams, of a feature."""
 
     OFF = "off"  # not selected, or taken out again
     REGISTERED = "registered"  # waits for its module to be imported
@@ -104,7 +104,7 @@ NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
 class Notes(list[str]):
-    """What a replacement wants the user to know, such as a plan: at once for `on_note`, and the latest for the report.
+    """Notes of a replacement for the user, such as a plan: at once for `on_note`, and the latest for the report.
 
     A server makes notes for as long as it runs, so only the last MAX_NOTES are kept.
     """
@@ -232,7 +232,7 @@ class SeamState:
 
     @property
     def effects(self) -> int:
-        """How many calls had their effect; those of graphs are one."""
+        """The number of calls that had their effect; those of graphs are one."""
         return self.compiled + self.calls - self.failed - self.passed_by - sum(self.fallbacks.values())
 
 

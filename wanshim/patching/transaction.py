@@ -81,7 +81,7 @@ def state_of(value: Any) -> SeamState | None:
 
 
 def _still_on(value: Any) -> Any:
-    """What lies below the replacements of ours that were taken out while another one covered them."""
+    """The object below those replacements of ours that were taken out while another one covered them."""
     state = state_of(value)
     while state is not None and state.off:
         value = state.original
@@ -244,8 +244,8 @@ class _Place:
         return True
 
     def _beneath(self) -> Any:
-        """What is to stand in the place without ours. Another patcher may have taken its wrapper out of wrapt's chain
-        below ours since."""
+        """The object that is to stand in the place without ours. Another patcher may have taken its wrapper out of
+        wrapt's chain below ours since."""
         return _still_on(self.installed.__wrapped__ if self.seam.kind is Kind.WRAPT else self.original)
 
     def _taken_from_beneath(self) -> bool:
@@ -257,7 +257,7 @@ class _Place:
 
 
 def _from_parent(owner: type, name: str) -> Any:
-    """What Python would call if the class had no method of this name."""
+    """The method that Python would call if the class had none of this name."""
 
     @functools.wraps(getattr(owner, name), updated=())  # a replacement of ours on the parent lends no mark
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:

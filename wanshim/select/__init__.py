@@ -1,1 +1,1 @@
-"""What selects: the catalog of features, the matrix of versions, the decision, the variables that turn features on."""
+"""Selection: the catalog of features, the matrix of versions, the decision, the variables that turn features on."""

@@ -85,7 +85,7 @@ def _with_package(known: Catalog, name: str, distribution: str) -> Catalog:
 
 
 def features_of(file: ModuleType) -> tuple[Feature, ...]:
-    """What a file of an adapter offers: its `FEATURE`, or its `FEATURES`."""
+    """Features that a file of an adapter offers: its `FEATURE`, or its `FEATURES`."""
     one = getattr(file, "FEATURE", None)
     return getattr(file, "FEATURES", () if one is None else (one,))
 

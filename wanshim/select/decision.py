@@ -18,7 +18,7 @@ from wanshim.settings import Settings
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do with a feature, and why."""
+    """A decision on a feature, with the reason."""
 
     verdict: Verdict
     reason: str

@@ -73,5 +73,5 @@ def assignment(field: str) -> str:
 
 
 def turn_on(feature: Feature) -> list[str]:
-    """What a user types for a feature that is off: each of its variables, or else its name."""
+    """The text that a user types for a feature that is off: each of its variables, or else its name."""
     return [assignment(field) for field in feature.switches] or [f"wanshim run -f {feature.name} -- ..."]

@@ -1,1 +1,1 @@
-"""What `diffsynth.resume` needs of DiffSynth and accelerate: what a run is, and its loop."""
+"""Knowledge of DiffSynth and accelerate for `diffsynth.resume`: what a run is, and its loop."""

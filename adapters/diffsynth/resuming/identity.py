@@ -1,4 +1,4 @@
-"""What a run under DiffSynth's loop is: what has to be the same for it to go on from its state."""
+"""The identity of a run under DiffSynth's loop: what has to be the same for it to go on from its state."""
 
 from __future__ import annotations
 

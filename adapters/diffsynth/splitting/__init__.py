@@ -1,1 +1,1 @@
-"""What `diffsynth.model_split` needs of DiffSynth: job, families of models, loading, launch and loop."""
+"""Knowledge of DiffSynth for `diffsynth.model_split`: job, families of models, loading, launch and loop."""

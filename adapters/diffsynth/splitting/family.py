@@ -1,4 +1,4 @@
-"""What lies where when a family of models is split: the shape of the placement tables, and how they are read.
+"""The placement of a family of models when it is split: the shape of the placement tables, and how they are read.
 
 One table a family: `wan.py`, `flux2.py`. Everything is with the first stage unless the table
 names it. An exit takes the last block's output and lies with it. A companion is a module outside the blocks that
@@ -121,12 +121,12 @@ class Family:
         return None if parts.get("dit") is None else SimpleNamespace(**parts)
 
     def in_place_of_blocks(self, pipe: object) -> str | None:
-        """What of this pipeline does a block's work itself, from the block's children, if anything does."""
+        """The part of this pipeline that does a block's work itself, from the block's children, if there is one."""
         found = (entry for entry in self.companions if not entry.after)
         return next((entry.owner for entry in found if part_of(getattr(pipe, entry.owner, None), entry.path)), None)
 
     def outside_the_blocks(self, pipe: object) -> str | None:
-        """What of this pipeline computes between the blocks, if anything does."""
+        """The part of this pipeline that computes between the blocks, if there is one."""
         for entry in self.companions:
             if part_of(getattr(pipe, entry.owner, None), entry.path) is not None:
                 return f"{entry.owner}.{entry.path}"
@@ -138,7 +138,7 @@ def class_of(dit: object) -> str:
 
 
 def part_of(owner: object, path: str) -> Any:
-    """What lies at an attribute path, or None."""
+    """The object at an attribute path, or None."""
     for name in path.split("."):
         owner = getattr(owner, name, None)
     return owner

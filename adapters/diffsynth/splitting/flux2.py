@@ -1,4 +1,4 @@
-"""What of a FLUX.2 pipeline lies where when its DiT is split: the table, as data. Its shape is in `family.py`.
+"""The placement of a FLUX.2 pipeline when its DiT is split: the table, as data. Its shape is in `family.py`.
 
 The double blocks hand on two activations, text and image; the model itself joins them between its two lists, on
 whatever device both have come to. Their modulations are computed once, before the first block, and cross as shared

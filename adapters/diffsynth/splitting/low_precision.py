@@ -132,7 +132,7 @@ def place_wrappers(handle: SplitHandle) -> int:
 
 
 def _sharing_what_trains(wrapper: object) -> Iterator[tuple[str, Any]]:
-    """What `diffsynth.fp8_lora` does for all wrappers, for one, where that feature is off."""
+    """The work of `diffsynth.fp8_lora` for one wrapper, where that feature is off."""
 
     def is_wrappers_own(name: str) -> bool:
         method = getattr(type(wrapper), name, None)

@@ -1,4 +1,4 @@
-"""What `diffsynth.model_split` does not split, each with the reason, and where that is said."""
+"""Refusals of `diffsynth.model_split`, each with the reason, and where that is said."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def heads_refusal(heads: int, read: Settings) -> str | None:
 
 
 def conflict(call: TrainingCall, read: Settings) -> str | None:
-    """What in this training job does not go with a split."""
+    """The reason for which this training job does not go with a split."""
     accelerator, pipe = call.accelerator, call.pipe
     if call.option("enable_model_cpu_offload", False):
         return "--enable_model_cpu_offload streams the whole model through one GPU"

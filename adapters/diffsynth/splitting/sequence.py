@@ -50,7 +50,7 @@ def refusal(call: TrainingCall, read: Settings) -> str | None:
 
 
 def why_not_sharded(pipe: Any, family: Family) -> str | None:
-    """What in this pipeline's forward needs all tokens on one device, or None."""
+    """The reason for which this pipeline's forward needs all tokens on one device, or None."""
     if class_of(pipe.dit) not in family.sharded_classes:
         return f"{type(pipe.dit).__name__}: the tokens of {family.name}'s blocks are not sharded"
     for owner in family.sees_all_tokens:

@@ -11,7 +11,7 @@ from wanshim.settings import Settings
 
 
 def refusal(call: TrainingCall, read: Settings) -> str | None:
-    """What in this training job cannot be streamed, by name, or None."""
+    """The name of what cannot be streamed in this training job, or None."""
     pipe, family = call.pipe, refusals.family_of(call.dit)
     reason = refusals.conflict(call, read) or refusals.refusal(pipe)
     if reason is not None or family is None:

@@ -1,4 +1,4 @@
-"""What of a Wan pipeline lies where when its DiT is split: the table, as data. Its shape is in `family.py`."""
+"""The placement of a Wan pipeline when its DiT is split: the table, as data. Its shape is in `family.py`."""
 
 from __future__ import annotations
 

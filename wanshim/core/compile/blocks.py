@@ -27,7 +27,7 @@ OUTSIDE = "this submodule runs outside of graphs"
 
 @dataclass
 class CompileCount:
-    """What was compiled since the start.
+    """Counts of what was compiled since the start.
 
     Args:
         graphs: forward graphs; each has a backward of its own.

@@ -26,7 +26,7 @@ from wanshim.undo import Undo
 
 @dataclass(frozen=True)
 class EightBitCount:
-    """Of the Linears in some modules: those that multiply in eight bits, and those that stay as they are."""
+    """Counts of Linears: those that multiply in eight bits, and those that stay as they are."""
 
     changed: int
     left: int
@@ -112,8 +112,8 @@ def _takes(linear: nn.Linear, format: Format) -> bool:
 
 
 class _Product(torch.autograd.Function):
-    """Of rows with a weight's rows, or with its columns: each is what the other passes back. `scales` are the weight's
-    if it is in eight bits already."""
+    """The product of rows with a weight's rows, or with its columns: each is what the other passes back. `scales` are
+    the weight's if it is in eight bits already."""
 
     @staticmethod
     def forward(

@@ -17,7 +17,7 @@ FEWEST_ROWS = 32  # of an int8 product on a GPU
 
 @dataclass(frozen=True)
 class Format:
-    """How eight bits hold a number.
+    """A format in which eight bits hold a number.
 
     Args:
         dtype: of torch.

@@ -1,4 +1,4 @@
-"""What a model folder holds, by content, without reading it twice.
+"""Digests of a model folder by content, without reading it twice.
 
 The content of a text encoder is 11 to 23 GB. It is hashed once; afterwards the folder is recognised by the
 names, sizes, times and inode numbers of its files, as `git status` does, and no file in it is opened. Those alone would

@@ -1,4 +1,4 @@
-"""What a function does, as text: two functions of one identity compute the same from the same arguments.
+"""The identity of a function as text: two functions of one identity compute the same from the same arguments.
 
 A function is more than its instructions: what it closes over, its defaults, the object it is bound to and the data
 attributes of that object's class decide too. What it finds by a global name, other methods of its class among them,

@@ -1,4 +1,4 @@
-"""Who encodes: one rank at a time holds the turn, and leaves a note for those who wait.
+"""The lock of the rank that encodes: one at a time holds the turn, and leaves a note for those that wait.
 
 Two ways to hold a turn, with one meaning. `FileLock` is a lock on a file of the cache directory, which the
 kernel gives back when its holder dies. `StoreLock` counts in the store of the process group, for file
@@ -29,7 +29,7 @@ STALE_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """What the holder of a turn says of itself.
+    """The note that the holder of a turn leaves.
 
     A note outlives its writer, its job and its boot, and carries no time: no two clocks agree. A rank recognises the
     notes left while it waited as those that were not there when it came.
@@ -62,7 +62,7 @@ def sign(state: State, rank: int, reason: str = "", *, job: str | None = None) -
 
 
 def job_name(store: Any = None) -> str:
-    """What the ranks of one job share and no other job has.
+    """A name that the ranks of one job share and no other job has.
 
     Args:
         store: the ranks' `torch.distributed` store, in which the first of them leaves a random name. Without one, the

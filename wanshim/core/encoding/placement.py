@@ -1,4 +1,4 @@
-"""Where the text encoder runs, and how much of it is there at a time."""
+"""The placement of the text encoder: its device, and how much of it is there at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderPlan:
-    """Where one encoder runs.
+    """The placement of one encoder.
 
     Args:
         device: where its layers compute.

@@ -1,4 +1,4 @@
-"""What is to be encoded, named completely: two requests with one key have the same embeddings, bit for
+"""A request for encoding, named completely: two requests with one key have the same embeddings, bit for
 bit."""
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class KeyMaker:
 
 
 def numerics(device: torch.device) -> dict[str, str]:
-    """What decides the last bits of a result on `device`, beside the code: its kind and torch's settings."""
+    """The kind of `device` and torch's settings, which decide the last bits of a result beside the code."""
     if device.type == "cpu":
         kind = torch.backends.cpu.get_cpu_capability()
         matmul: Any = torch.backends.mkldnn.matmul

@@ -1,4 +1,4 @@
-"""Where each block goes: decided from byte counts alone, before anything is moved."""
+"""The placement of each block: decided from byte counts alone, before anything is moved."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Where side models go that do not fit beside the first stage of a split one: to the device with most memory left, or
-to the host, from where they come for each call.
+"""The placement of side models that do not fit beside the first stage of a split model: to the device with most memory
+left, or to the host, from where they come for each call.
 
 Both give the bits that they give on the first device: they compute on a device of the same kind, with the same code.
 """
@@ -62,7 +62,7 @@ def describe_move(
     name: str, moves: Mapping[str, str], sizes: Mapping[str, int], peaks: Mapping[str, int],
     available: Mapping[str, int], home: str,
 ) -> str:  # fmt: skip
-    """What `choose_devices` decided of one side model, and why."""
+    """A sentence on the device that `choose_devices` gave one side model, with the reason."""
     device = moves[name]
     where = f"waits in host memory and is copied to {home} for each call" if device == HOST else f"computes on {device}"
     return (
@@ -97,7 +97,7 @@ def move_side_model(model: nn.Module, device: str, home: str | torch.device, cal
 
 
 def moved_to(model: nn.Module) -> str | None:
-    """Where a side model was moved to, or None for one that was not."""
+    """The device to which a side model was moved, or None for one that was not."""
     return vars(model).get(_MOVED)
 
 

@@ -74,7 +74,7 @@ class SplitHandle:
         _move_own(module, device)
 
     def device_behind(self, block: int) -> torch.device:
-        """Where the output of a block is when the caller gets it."""
+        """The device of a block's output when the caller gets it."""
         later = [stage for stage, _ in self.units[block + 1 :]]
         return torch.device(self.plan.devices[later[0]] if later else self.plan.home)
 

@@ -28,7 +28,7 @@ MIN_BYTES = 2**20  # below this a tensor is not worth a copy
 
 @dataclass
 class OffloadCount:
-    """What was done since the offload was made. Bytes are those that travelled to the host."""
+    """Counts since the offload was made. Bytes are those that travelled to the host."""
 
     sent: int = 0
     sent_bytes: int = 0
@@ -39,7 +39,7 @@ class OffloadCount:
 
 
 class Saved:
-    """What autograd holds in place of a tensor. Dies with the last graph that holds it."""
+    """The object that autograd holds in place of a tensor. Dies with the last graph that holds it."""
 
     def __init__(self, offload: CheckpointOffload, tensor: torch.Tensor, channel: Channel) -> None:
         self.offload = offload

@@ -1,4 +1,4 @@
-"""Where autograd's graph is cut in two, so that each half can have its backward by itself.
+"""A cut of autograd's graph in two, so that each half can have its backward by itself.
 
 Neither half holds the value at the cut: what the blocks beside it saved may leave the device while nobody works on it,
 as checkpoint offload has it.

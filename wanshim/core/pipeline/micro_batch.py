@@ -55,7 +55,7 @@ def _end_frames(error: BaseException) -> None:
 
 @dataclass
 class Received:
-    """What came from the prologue (`source`), and the leaf that it is on a stage."""
+    """A tensor of the prologue (`source`), and the leaf that it is on a stage."""
 
     source: torch.Tensor
     leaf: torch.Tensor

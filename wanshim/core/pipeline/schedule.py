@@ -1,4 +1,4 @@
-"""Who issues what next on each stage: one forward, one backward (1F1B).
+"""The order in which each stage issues its work: one forward, one backward (1F1B).
 
 Method: PipeDream-Flush (Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training, 2021), with host
 threads in place of processes. Stage `s` of `S` takes `S - s` forwards first, then alternates, so it never
@@ -126,7 +126,7 @@ class Schedule:
                 raise Abandoned
 
     def _stuck(self) -> WanshimError | None:
-        """What to raise where nobody who is known is left to change anything."""
+        """The error to raise where no known thread is left to change anything."""
         threads = [*self._threads, *([self._caller] if self._caller is not None else [])]
         states = []
         for thread in threads:

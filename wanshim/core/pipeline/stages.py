@@ -1,4 +1,4 @@
-"""What the micro-batches of a pipeline share: streams, the copies between them, and what was copied already."""
+"""State that the micro-batches of a pipeline share: streams, the copies between them, and what was copied already."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Stages:
         return None if self.side.stream is None else torch.cuda.current_stream(self.side.device).record_event()
 
     def known(self, stage: int, source: torch.Tensor) -> torch.Tensor | None:
-        """What a tensor of the prologue became on a stage; also when a checkpoint replays the block."""
+        """The copy of a prologue's tensor on a stage; also when a checkpoint replays the block."""
         found = self._known[stage].get(source)
         return found[1] if found is not None and found[0] == source._version else None
 

@@ -28,7 +28,7 @@ class StageStream:
             self.stream = torch.cuda.Stream(device, priority=URGENT) if own_stream else default
 
     def enter(self) -> None:
-        """What this thread issues from now on goes here."""
+        """Issue what follows in this thread on this stream."""
         if self.stream is not None:
             torch.cuda.set_stream(self.stream)
 
@@ -37,7 +37,7 @@ class StageStream:
         return None if self.stream is None else self.stream.record_event()
 
     def wait(self, event: torch.cuda.Event | None) -> None:
-        """What is issued here from now on begins after the event."""
+        """Begin what is issued here from now on after the event."""
         if event is not None and self.stream is not None:
             self.stream.wait_event(event)
 

@@ -44,7 +44,7 @@ KERNELS = frozenset(
 
 @dataclass
 class KeptCount:
-    """What was done since the start. Bytes are those of all that was kept, on the device and on the host."""
+    """Counts since the start. Bytes are those of all that was kept, on the device and on the host."""
 
     kept: int = 0
     kept_bytes: int = 0

@@ -9,7 +9,7 @@ import torch
 
 
 def autocast_of_caller() -> Callable[[], AbstractContextManager[None]]:
-    """What enters the autocast that is on here and now, in another thread or later."""
+    """A function that enters the autocast of here and now, in another thread or later."""
     states = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)]
 
     @contextmanager

@@ -84,7 +84,7 @@ def digest_weights(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 def _digest(words: torch.Tensor, factors: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
-    """Of the words, or of each row of several, which fit in one block together.
+    """The digest of the words, or of each row of several, which fit in one block together.
 
     Args:
         factors: of as many positions as a row has, or of a block.

@@ -87,7 +87,8 @@ class OwnFolder:
         return Path(f"/proc/self/fd/{self.descriptor}")
 
     def _owner_of_a_new_file(self) -> int | None:
-        """Who this process is to the file system: a share may take root for nobody. None where it may not write."""
+        """The user that this process is to the file system: a share may take root for nobody. None where it may not
+        write."""
         name = _unguessable(".owner.")
         try:
             file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self.descriptor)

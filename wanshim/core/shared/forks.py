@@ -1,4 +1,4 @@
-"""What a forked child must not use: a process group and its store, whose connections it shares with the parent;
+"""State that a forked child must not use: a process group and its store, whose connections it shares with the parent;
 threads, which it does not have; locks, which they may have held; streams of a CUDA context, which no fork survives.
 
 A child that wants them makes its own: these functions refuse those of the parent, before anything waits for them.

@@ -93,7 +93,7 @@ def _ask(question: Callable[[Any], T], none: T) -> T | None:
 
 @dataclass(frozen=True)
 class GpuReading:
-    """Of the whole card, as nvidia-smi shows it. Bytes and percent."""
+    """A reading of the whole card, as nvidia-smi shows it. Bytes and percent."""
 
     memory: int
     memory_total: int

@@ -47,7 +47,7 @@ def process() -> str:
 
 
 def process_state(name: str) -> str:
-    """What the process that `process()` names so does: "runs", "stopped", "ended", or "unknown" on another machine.
+    """The state of the process that `process()` names so: "runs", "stopped", "ended", or "unknown" on another machine.
 
     The kernel knows, also while the process's interpreter is held.
     """

@@ -1,4 +1,4 @@
-"""What a checkpoint would take up, from the headers of its safetensors files; no weight is read."""
+"""The bytes that a checkpoint would take up, from the headers of its safetensors files; no weight is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model's weights take up as they are stored, quantised or not."""
+"""The bytes of a model's weights as they are stored, quantised or not."""
 
 from __future__ import annotations
 

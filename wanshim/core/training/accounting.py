@@ -1,4 +1,4 @@
-"""How many steps a training run has.
+"""The number of steps of a training run.
 
 A data loader prepared by accelerate gives each *process* the same number of micro-batches, filling up the last
 round; a process may own one GPU, or several when its model is split. Gradient accumulation joins micro-batches
@@ -52,7 +52,7 @@ class StepAccounting:
 
     @property
     def optimizer_steps_per_epoch(self) -> int:
-        """Of one epoch alone, its last partial group counted."""
+        """Optimizer steps of one epoch alone, its last partial group counted."""
         return -(-self.micro_steps_per_epoch // self.gradient_accumulation)
 
     @property
@@ -62,7 +62,7 @@ class StepAccounting:
         return self.optimizer_steps_per_epoch * self.epochs
 
     def optimizer_steps_in(self, recorded: int) -> int:
-        """Of the first `recorded` lines of the log."""
+        """Optimizer steps in the first `recorded` lines of the log."""
         if self.groups_cross_epochs:
             return recorded // self.gradient_accumulation
         epochs, rest = divmod(recorded, self.micro_steps_per_epoch)
@@ -79,7 +79,7 @@ class StepAccounting:
         return self.gradient_accumulation
 
     def to_dict(self) -> dict[str, int | bool]:
-        """What went in and what came out, for run.json."""
+        """The arguments and the results, for run.json."""
         return _with_derived(self, "micro_steps_per_epoch", "recorded_group")
 
 
@@ -126,7 +126,7 @@ class GlobalSteps:
 
     @property
     def micro_steps(self) -> int:
-        """Of one process."""
+        """Micro-steps of one process."""
         return self.steps * self.gradient_accumulation
 
     @property
@@ -135,7 +135,7 @@ class GlobalSteps:
 
     @staticmethod
     def optimizer_steps_in(recorded: int) -> int:
-        """Of the first `recorded` lines of the log."""
+        """Optimizer steps in the first `recorded` lines of the log."""
         return recorded
 
     @property
@@ -143,7 +143,7 @@ class GlobalSteps:
         return self.steps
 
     def to_dict(self) -> dict[str, int | bool]:
-        """What went in and what came out, for run.json."""
+        """The arguments and the results, for run.json."""
         return _with_derived(self, "data_parallel", "samples_per_step")
 
 

@@ -1,4 +1,4 @@
-"""How fast a run goes and when it ends.
+"""The pace of a run and when it ends.
 
 The median of recent steps, because a mean follows every hiccup; without the first step of the attempt, which
 compiles kernels and fills caches; checkpoints and validations apart, because they come at their own
@@ -17,7 +17,7 @@ WINDOW = 128
 
 
 class PauseEta:
-    """What a run stops its steps for, again and again: `planned` times in this attempt."""
+    """Pauses between the steps of a run: `planned` times in this attempt."""
 
     def __init__(self, planned: int) -> None:
         self.planned = planned
@@ -31,7 +31,7 @@ class PauseEta:
 
     @property
     def eta_seconds(self) -> float:
-        """Of those still to come; nothing before the first has shown its length."""
+        """Seconds of the pauses still to come; nothing before the first has shown its length."""
         return max(0, self.planned - self._done) * median(self._seconds) if self._seconds else 0.0
 
 

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a bar on a terminal, plain lines where there is none."""
+"""The display of a run for a person: a bar on a terminal, plain lines where there is none."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class ProgressBar:
 
 
 def plan_of(run: TrainingRun) -> str:
-    """What the run will do, before it does."""
+    """The plan of the run in one line, before it begins."""
     steps = run.accounting
     if steps is None:
         return "a dataset without a length: no total, no ETA"

@@ -37,7 +37,7 @@ OWN = "a folder of your own, without links"
 
 
 def run_folder(folder: Path, output_path: str | Path) -> Path:
-    """Where the run that saves to `output_path` logs: the same folder in every process and every attempt.
+    """The log folder of the run that saves to `output_path`: the same folder in every process and every attempt.
 
     The name is that of the output folder and four digits of a hash of its full path, so that two `lora/` of
     different parents stay apart.

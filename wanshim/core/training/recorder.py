@@ -35,7 +35,7 @@ CLOSE_S = 10.0
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """What is recorded.
+    """A training run as it is recorded.
 
     Args:
         name: for people.

@@ -1,4 +1,4 @@
-"""How an adapter begins and ends a log: where the log goes, what happens when it cannot be opened, how it closes."""
+"""The begin and the end of a log for an adapter: its place, what happens when it cannot be opened, how it closes."""
 
 from __future__ import annotations
 

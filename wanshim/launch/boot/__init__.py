@@ -1,1 +1,1 @@
-"""How wanshim gets into processes that never say `import wanshim`."""
+"""The way of wanshim into processes that never say `import wanshim`."""

@@ -1,4 +1,4 @@
-"""How many processes a launcher starts, as the launcher itself resolved it, looked at before it starts them.
+"""The number of processes that a launcher has resolved, looked at before it starts them.
 
 torchrun and whatever stands on it, accelerate's launcher for several GPUs and `notebook_launcher` among them, end in
 `launch_agent`. accelerate makes the variables of what it starts, one process or several, in functions of
@@ -116,7 +116,7 @@ def _refusal_of_accelerate(given: Any, prepared: Any) -> str:
 
 
 def _set_by(prepared: Any) -> dict[str, str]:
-    """What accelerate would set in the processes that it starts, beside their ranks and threads."""
+    """Variables that accelerate would set in the processes that it starts, beside their ranks and threads."""
     made: Mapping[str, str] = prepared[1] if isinstance(prepared, tuple) else prepared
     changed = {name: value for name, value in made.items() if settings.differs(name, value)}
     return {
