@@ -12,9 +12,10 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -195,6 +196,14 @@ AS_THEY_ARE = (
          arguments="float32 1 anew", says=("guidance over 2, bit for bit", "diffusers.generate exercised")),
 )  # fmt: skip
 ROADS = (*TRAINING, *ONE_GPU, *SEVERAL_GPUS, *REFUSED, *DECODING, *GENERATION, *AS_THEY_ARE)
+
+
+def on_cpu(roads: Iterable[Road]) -> list[Any]:
+    """Parameters of a test for those that run without a GPU; those that are not quick are slow."""
+    return [
+        pytest.param(road, marks=() if road.quick else pytest.mark.slow, id=road.name) for road in roads if road.on_cpu
+    ]
+
 
 # What cannot be a road here, with the test that runs it, or the reason.
 ELSEWHERE = {

@@ -56,7 +56,7 @@ def _decode(vae: Any, latent: torch.Tensor, exact: torch.Tensor, mode: str, prod
     ],
 )
 def test_picture_by_winograd_is_as_close_whoever_of_the_ranks_uses_it(layout: str, mode: str) -> None:
-    for rank, found in enumerate(values(run_ranks(decode, 2, layout, mode))):
+    for rank, found in enumerate(values(run_ranks(decode, 2, layout, mode, seconds=280))):
         assert [used for _, used in found] == [times[rank] == ALWAYS for times in TIMES]
         without, *others = (apart for apart, _ in found)
         assert max(others) < 1.1 * without

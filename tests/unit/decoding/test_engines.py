@@ -464,7 +464,7 @@ def test_a_missing_frontend_is_said_once_and_where_it_would_serve(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["2.1", "2.2"])
+@pytest.mark.parametrize("layout", ["2.1", pytest.param("2.2", marks=pytest.mark.sweep)])
 def test_fast_decode_by_winograd_is_as_close_as_without(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,7 +85,8 @@ def test_table_names_kernels_and_their_arguments() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.sweep
+@pytest.mark.timeout(2400)
 def test_table_is_what_the_operators_launch() -> None:
     table = recorded.numbered(recorded.make_table())
     assert recorded.text_of(table) == kernel_compiler.TABLE.read_text(encoding="utf-8"), (
@@ -94,7 +95,7 @@ def test_table_is_what_the_operators_launch() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [(44, 80), (30, 52)], ids=str)
+@pytest.mark.parametrize("size", [pytest.param((44, 80), marks=pytest.mark.sweep), (30, 52)], ids=str)
 @pytest.mark.parametrize("verb", ["decode", "encode"])
 @pytest.mark.parametrize("layout", ["2.1", "2.2"])
 def test_table_has_what_any_mixture_of_ways_launches(layout: str, verb: str, size: tuple[int, int]) -> None:
