@@ -1,4 +1,4 @@
-"""Roads with what users' scripts and machines have on the CPU, ranks over gloo: a few in `make test`, all in `make slow`."""
+"""Roads with what users' scripts and machines have, on the CPU: a few in `make test`, all in `make slow`."""
 
 from __future__ import annotations
 
