@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests import dist
+from wanshim.select import matrix
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -43,12 +44,17 @@ def wheel(built: Path) -> Path:
 
 def test_wheel_holds_adapters_once_and_the_matrix(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    assert "wanshim/compat_matrix.yaml" in names
+    assert "wanshim/compat_matrix.json" in names
     assert "wanshim/launch/boot/path/sitecustomize.py" in names
     assert len(names) == len(set(names))
     adapters = {name.removeprefix("wanshim/") for name in names if name.startswith("wanshim/adapters/")}
     assert adapters == {path.relative_to(ROOT).as_posix() for path in (ROOT / "adapters").rglob("*.py")}
     assert not [name for name in names if name.startswith(("adapters/", "tests/", "tools/"))]
+
+
+def test_matrix_of_the_wheel_is_that_of_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    built = zipfile.ZipFile(wheel).extract("wanshim/compat_matrix.json", tmp_path)
+    assert matrix.load(Path(built)) == matrix.load(ROOT / matrix.NAME)
 
 
 def test_wheel_holds_every_file_of_the_packages(wheel: Path) -> None:

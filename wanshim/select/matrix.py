@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
@@ -13,7 +14,7 @@ from wanshim.patching.verdict import Verdict
 
 SCHEMA = 1
 TESTED = ("behaviour", "probe", "nothing")
-NAME = "compat_matrix.yaml"
+NAME = "compat_matrix.yaml"  # in a wheel .json
 
 
 @dataclass(frozen=True)
@@ -122,29 +123,37 @@ def merge(*matrices: Matrix) -> Matrix:
 
 
 def path_of_own_matrix() -> Path:
-    """In a wheel the matrix lies inside the package, in a checkout beside it."""
-    here = Path(__file__).parent.parent
-    return next((p for p in (here / NAME, here.parent / NAME) if p.is_file()), here / NAME)
+    """In a wheel the matrix lies inside the package, as JSON; in a checkout beside it."""
+    package = Path(__file__).parent.parent
+    built, source = (package / NAME).with_suffix(".json"), package.parent / NAME
+    return source if source.is_file() and not built.is_file() else built
 
 
 def load(path: Path | None = None) -> Matrix:
     """Read and check a matrix.
 
     Raises:
-        WanshimError: the file is missing, is no YAML, or has faults; all of them are named, each with its place.
+        WanshimError: the file is missing, cannot be parsed, or has faults; all of them are named, each with its place.
     """
     path = path or path_of_own_matrix()
-    import yaml
-
     try:
         text = path.read_text(encoding="utf-8")
-        data = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 - a safe loader
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        data = json.loads(text) if path.suffix == ".json" else _parsed_yaml(text)
+    except (OSError, ValueError) as error:
         raise WanshimError(
             f"{path} cannot be read: {error}",
             hint="Reinstall wanshim, or fix the file and run `wanshim matrix`",
         ) from error
     return _Reader(path).read(data)
+
+
+def _parsed_yaml(text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 - a safe loader
+    except yaml.YAMLError as error:
+        raise ValueError(error) from error
 
 
 class _Reader:
