@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from typer.testing import CliRunner
 
 from tests.kit import Contract
@@ -16,7 +15,6 @@ from wanshim import settings
 from wanshim.cli.main import app
 from wanshim.core.decoding.parallel_vae import VaeOptions
 from wanshim.core.encoding import EncodingRequest, encode_once
-from wanshim.core.encoding.leader_lock import StoreLock
 from wanshim.core.ranks import agreement
 from wanshim.core.streaming.shared_memory import LocalRanks
 from wanshim.core.training.process_group import parse_timeout_s
@@ -35,11 +33,8 @@ TAKERS: dict[str, Callable[[Any], object]] = {
     "encode_once": encode,
     "decode options": lambda seconds: VaeOptions(deadline=seconds),
     "agreement": lambda seconds: agreement.ensure(timeout_s=seconds),
-    "agreement in a store": lambda seconds: agreement.exchange(dist.HashStore(), "x", 0, [0], {}, seconds),
     "process group": parse_timeout_s,
     "streaming": lambda seconds: LocalRanks(timeout_s=seconds),
-    "beat of a turn": lambda seconds: StoreLock(dist.HashStore(), "x", beat_s=seconds),
-    "stale turn": lambda seconds: StoreLock(dist.HashStore(), "x", stale_s=seconds),
     "contract kit": lambda seconds: Contract(feature="a.b", call="c:d", timeout_s=seconds),
 }
 

@@ -127,3 +127,33 @@ def test_locks_whole_files_gpus_and_the_end_of_processes_are_in_core_shared_alon
         if not path.is_relative_to(shared)
     }
     assert {name: words for name, words in found.items() if words} == {}
+
+
+MAKERS = re.compile(r"init_process_group|new_group|(Hash|File|TCP|Prefix)Store|ProcessGroup(Gloo|NCCL)")
+
+# Groups and stores made outside core/ranks. The demo starts ranks of its own, as a framework does.
+MADE_ELSEWHERE = {
+    "adapters/diffsynth/splitting/data_parallel.py": ["new_group"],  # for accelerate's own collectives
+    "wanshim/demo/decode.py": ["init_process_group"],
+    "wanshim/demo/meeting.py": ["TCPStore"],
+}
+
+
+def made(source: str) -> list[str]:
+    """The groups and stores of torch.distributed that a file makes, by what it calls."""
+    calls = (ast.unparse(node.func) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    return [name for name in (call.rpartition(".")[2] for call in calls) if MAKERS.fullmatch(name)]
+
+
+def test_groups_and_stores_are_made_in_core_ranks_alone() -> None:
+    ranks = ROOT / "wanshim" / "core" / "ranks"
+    found = {
+        path.relative_to(ROOT).as_posix(): made(path.read_text()) for path in SOURCES if not path.is_relative_to(ranks)
+    }
+    assert {name: calls for name, calls in found.items() if calls} == MADE_ELSEWHERE
+
+
+def test_a_group_and_a_store_are_recognised() -> None:
+    source = 'store = dist.PrefixStore("x", FileStore("y", -1))\npeers = dist.ProcessGroupNCCL(store, 0, 2)'
+    assert sorted(made(source)) == ["FileStore", "PrefixStore", "ProcessGroupNCCL"]
+    assert made("group = dist.ProcessGroup | None\nnew_group = join(group)") == []

@@ -21,7 +21,9 @@ from wanshim.core.decoding.ranks.exchange import (
     packed,
     receive_buffer,
 )
+from wanshim.core.ranks import group as group_module
 from wanshim.core.ranks import store as store_module
+from wanshim.core.ranks.group import Group
 from wanshim.core.ranks.rendezvous import KEPT_ROUNDS
 from wanshim.errors import ModelInvalid, RankAbsent, RanksFailed
 
@@ -35,15 +37,9 @@ def store() -> dist.HashStore:
 
 
 @pytest.fixture
-def make(store: dist.HashStore, monkeypatch: pytest.MonkeyPatch) -> Make:
+def make(store: dist.HashStore) -> Make:
     """One rank of ranks 4 and 7 of a job."""
-
-    def rank_of(place: int, deadline: float = 20.0) -> Comm:
-        monkeypatch.setattr(exchange, "default_store", lambda: store)
-        monkeypatch.setattr(exchange, "_ranks_of", lambda verb, group: ([4, 7], place))
-        return Comm("decode", None, deadline, CPU)
-
-    return rank_of
+    return lambda place, deadline=20.0: Comm("decode", Group([4, 7], place, store), deadline, CPU)
 
 
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
@@ -80,8 +76,7 @@ def test_attempt_that_one_rank_alone_went_on_to_does_not_outlive_its_round(make:
     assert ends == [done, done]
 
 
-def test_rank_without_others_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "default_store", lambda: None)
+def test_rank_without_others_waits_for_nobody() -> None:
     alone, done = Comm("decode", None, 5.0, CPU), Verdict(rank=0, kind="done")
     assert (alone.size, alone.rank, alone.ranks) == (1, 0, [0])
     assert alone.meet({"a": 1}) == [{"a": 1}]
@@ -316,12 +311,10 @@ def test_only_the_job_s_first_rank_stays_until_the_others_have_read_the_verdicts
     store: dist.HashStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may host the store. Here it is the second of its group."""
-    monkeypatch.setattr(exchange, "default_store", lambda: store)
     waits: dict[int, list[list[str]]] = {0: [], 1: []}
     ranks = []
     for place in (0, 1):
-        monkeypatch.setattr(exchange, "_ranks_of", lambda verb, group, place=place: ([4, 0], place))
-        ranks.append(Comm("decode", None, 20.0, CPU))
+        ranks.append(Comm("decode", Group([4, 0], place, store), 20.0, CPU))
         ranks[place]._leave("verdict", f'{{"rank": {place}, "kind": "done", "text": ""}}')
     for place in (1, 0):
         for module in (exchange, store_module):
@@ -367,12 +360,17 @@ def test_ranks_that_hold_a_window_in_different_layouts_send_the_same_memory(
     assert torch.equal(target, ours)
 
 
-def test_rank_outside_the_group_is_refused_with_those_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_outside_the_group_is_refused_with_those_inside(
+    store: dist.HashStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(group_module, "default_store", lambda: store)
     monkeypatch.setattr(dist, "get_rank", lambda: 5)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [4, 7])
     with pytest.raises(ModelInvalid, match=r"rank 5 is not in the group that decodes\. Expected one of ranks 4, 7"):
-        exchange._ranks_of("decode", "a group")
+        exchange._group_of("decode", "a group")
     with pytest.raises(ModelInvalid, match="a group that holds this rank"):
-        exchange._ranks_of("decode", dist.GroupMember.NON_GROUP_MEMBER)
+        exchange._group_of("decode", dist.GroupMember.NON_GROUP_MEMBER)
     monkeypatch.setattr(dist, "get_rank", lambda: 7)
-    assert exchange._ranks_of("decode", "a group") == ([4, 7], 1)
+    group = exchange._group_of("decode", "a group")
+    assert (group.ranks, group.rank) == ((4, 7), 1)

@@ -3,11 +3,13 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import socket
-import threading
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from subprocess import PIPE, Popen
 from typing import Any
 
 import pytest
@@ -16,7 +18,6 @@ import torch.distributed as dist
 from wanshim.core.encoding import leader_lock as turns_module
 from wanshim.core.encoding.directory import CacheDirectory, CacheUnavailable
 from wanshim.core.encoding.leader_lock import (
-    STALE_S,
     FileLock,
     LeaderLock,
     LocksUnavailable,
@@ -28,9 +29,18 @@ from wanshim.core.encoding.leader_lock import (
 from wanshim.core.shared import files
 from wanshim.core.shared import processes as machine_module
 from wanshim.core.shared.processes import machine
-from wanshim.errors import SettingInvalid
 
 MakeTurns = Callable[[], LeaderLock]
+Claims = Callable[[], tuple[Popen[str], dist.Store]]
+CLAIM = """
+import sys, time, torch.distributed as dist
+from wanshim.core.encoding.leader_lock import StoreLock, sign
+turns = StoreLock(dist.FileStore(sys.argv[1], -1), "prompt")
+assert turns.claim()
+turns.write(sign("encoding", 1))
+print("claimed", flush=True)
+time.sleep(600)
+"""
 
 
 @pytest.fixture(params=["file", "store"])
@@ -42,11 +52,21 @@ def make(request: pytest.FixtureRequest, directory: CacheDirectory) -> MakeTurns
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Moves this process's monotonic clock on."""
-    now = [1000.0]
-    monkeypatch.setattr(turns_module.time, "monotonic", lambda: now[0])
-    return lambda seconds: now.append(now.pop() + seconds)
+def claims(tmp_path: Path) -> Iterator[Claims]:
+    """A process that holds a turn of the returned store, and encodes."""
+    started = []
+
+    def start() -> tuple[Popen[str], dist.Store]:
+        started.append(Popen([sys.executable, "-c", CLAIM, str(tmp_path / "store")], stdout=PIPE, text=True))
+        assert started[0].stdout is not None
+        assert started[0].stdout.readline() == "claimed\n"
+        return started[0], dist.FileStore(str(tmp_path / "store"), -1)
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
 
 
 def test_turn_is_held_by_one_at_a_time(make: MakeTurns) -> None:
@@ -68,66 +88,10 @@ def test_note_that_replaces_another_is_the_last(make: MakeTurns) -> None:
     assert note.state == "failed"
 
 
-def test_store_turn_is_kept_while_its_holder_beats(clock: Callable[[float], None]) -> None:
-    store, beaten = dist.HashStore(), threading.Semaphore(0)
-
-    class Beating:
-        """The store, saying when the holder has counted its beat up."""
-
-        def add(self, key: str, by: int) -> int:
-            count = store.add(key, by)
-            if "/beat/" in key and by:
-                beaten.release()
-            return int(count)
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(store, name)
-
-    first = StoreLock(Beating(), "prompt", beat_s=0.001)
-    second = StoreLock(store, "prompt")
-    assert first.claim()
-    for _ in range(3):
-        while beaten.acquire(blocking=False):  # those of before the clock moved
-            pass
-        clock(STALE_S)
-        assert beaten.acquire(timeout=30)
-        assert not second.claim()
-    first.release()
-    assert second.claim()
-
-
-def test_store_that_goes_away_ends_the_beat_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, away, words = dist.HashStore(), threading.Event(), []
-    monkeypatch.setattr(threading, "excepthook", words.append)
-
-    class Away:
-        def add(self, key: str, by: int) -> int:
-            if "/beat/" in key and by:
-                away.wait(30)
-                raise RuntimeError("connection reset")
-            return int(store.add(key, by))
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(store, name)
-
-    others = set(threading.enumerate())
-    assert StoreLock(Away(), "prompt", beat_s=0.001).claim()
-    (beat,) = set(threading.enumerate()) - others
-    away.set()
-    beat.join(30)
-    assert not beat.is_alive()
-    assert words == []
-
-
-def test_beat_of_a_store_turn_ends_with_it_and_holds_no_process_back() -> None:
-    others = set(threading.enumerate())
-    turns = StoreLock(dist.HashStore(), "prompt", beat_s=0.001)
-    assert turns.claim()
-    (beat,) = set(threading.enumerate()) - others
-    assert beat.daemon
-    turns.release()
-    beat.join(30)
-    assert not beat.is_alive()
+def test_store_turn_of_a_process_that_lives_is_kept_though_it_stands_still(claims: Claims) -> None:
+    other, store = claims()
+    other.send_signal(signal.SIGSTOP)
+    assert not StoreLock(store, "prompt").claim()
 
 
 def test_ranks_of_two_machines_take_turns_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,12 +99,6 @@ def test_ranks_of_two_machines_take_turns_apart(monkeypatch: pytest.MonkeyPatch)
     assert StoreLock(store, "prompt").claim()
     monkeypatch.setattr(turns_module, "machine", lambda: "elsewhere/1")
     assert StoreLock(store, "prompt").claim()
-
-
-@pytest.mark.parametrize("seconds", [{"beat_s": -1.0}, {"stale_s": float("nan")}])
-def test_seconds_that_cannot_be_waited_are_refused(seconds: dict[str, float]) -> None:
-    with pytest.raises(SettingInvalid, match=next(iter(seconds))):
-        StoreLock(dist.HashStore(), "prompt", **seconds)
 
 
 @pytest.mark.parametrize(
@@ -245,18 +203,24 @@ def test_store_turn_given_back_without_an_end_says_who_left(note: Note | None, r
     assert (left.state, left.rank, left.job) == ("left", rank, job)
 
 
-def test_store_turn_of_a_holder_that_stopped_beating_is_taken_over(clock: Callable[[float], None]) -> None:
-    store = dist.HashStore()
-    first = StoreLock(store, "prompt", beat_s=3600)
+def test_store_turn_of_a_process_that_was_killed_is_taken_over(claims: Claims) -> None:
+    other, store = claims()
     second = StoreLock(store, "prompt")
-    first.claim()
-    first.write(sign("encoding", 1))
     assert not second.claim()
-    clock(STALE_S + 1)
+    other.kill()
+    other.wait()
     assert second.claim()
     note = second.last()
     assert note is not None
-    assert (note.state, note.rank) == ("encoding", 1)
+    assert (note.state, note.rank, note.pid) == ("encoding", 1, other.pid)
+
+
+def test_store_turn_of_a_process_that_cannot_be_seen_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a container which shares the host's name and boot."""
+    store = dist.HashStore()
+    monkeypatch.setattr(turns_module, "process", lambda: "boot/pid:[1]/7/1")
+    assert StoreLock(store, "prompt").claim()
+    assert not StoreLock(store, "prompt").claim()
 
 
 def test_turn_shows_who_comes_later_the_note_of_the_last_attempt_and_no_older_one(make: MakeTurns) -> None:

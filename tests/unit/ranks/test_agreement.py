@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from wanshim.core.ranks import agreement
-from wanshim.core.ranks import store as store_module
-from wanshim.core.ranks.rendezvous import Absent
+from wanshim.core.ranks import group as group_module
+from wanshim.core.ranks.group import Group
 from wanshim.errors import RankAbsent, RankDisagreement
 
 
@@ -34,9 +34,9 @@ def meet(
 
     def come(rank: int, fingerprint: dict[str, Any]) -> None:
         try:
-            agreement.exchange(store, "test", rank, ranks, fingerprint, timeout_s)
+            agreement.compare(Group(ranks, ranks.index(rank), store), "test", fingerprint, timeout_s, "decode")
             outcomes[rank] = None
-        except (RankDisagreement, Absent) as error:
+        except (RankDisagreement, RankAbsent) as error:
             outcomes[rank] = error
 
     coming = [
@@ -88,10 +88,9 @@ def test_agreement_of_a_group_that_does_not_begin_at_rank_0_names_the_ranks_of_t
 
 
 def test_agreement_rank_that_never_comes_is_absent_and_not_of_another_patch_set() -> None:
-    outcomes = meet(carries(), None, carries(), timeout_s=0.5)
-    assert all(isinstance(outcome, Absent) for outcome in outcomes)
-    assert outcomes[0].never == (1,)
-    text = str(outcomes[0].error([4, 5, 6], "decode", 0.5))
+    outcomes = meet(carries(), None, carries(), timeout_s=0.5, ranks=(4, 5, 6))
+    assert all(isinstance(outcome, RankAbsent) for outcome in outcomes)
+    text = str(outcomes[0])
     assert text.startswith("rank 5 did not call decode within 0.5 s")  # which of the others gave up first may follow
     assert "Expected each of ranks 4, 5, 6 to call decode" in text
     assert "patch set" not in text
@@ -100,16 +99,15 @@ def test_agreement_rank_that_never_comes_is_absent_and_not_of_another_patch_set(
 @pytest.mark.parametrize("other", ["0.1.0", "0.2.0"])
 def test_agreement_of_all_ranks_after_one_asked_alone_compares_what_they_carry_now(other: str) -> None:
     store = dist.HashStore()
-    with pytest.raises(Absent):
-        agreement.exchange(store, "test", 0, [0, 1], carries(), 0.05)
+    with pytest.raises(RankAbsent):
+        agreement.compare(Group([0, 1], 0, store), "test", carries(), 0.05, "decode")
     outcomes = meet(carries(), carries(wanshim=other), store=store)
     assert [type(outcome) for outcome in outcomes] == [RankDisagreement if other == "0.2.0" else type(None)] * 2
 
 
 def test_agreement_names_all_ranks_that_never_came() -> None:
-    (absent,) = meet(carries(), None, None, timeout_s=0.05)
-    text = str(absent.error([4, 5, 6], "decode", 0.05))
-    assert text.startswith("ranks 5, 6 did not call decode within 0.05 s.")
+    (absent,) = meet(carries(), None, None, timeout_s=0.05, ranks=(4, 5, 6))
+    assert str(absent).startswith("ranks 5, 6 did not call decode within 0.05 s.")
 
 
 def test_agreement_of_fingerprints_with_unequal_names_shows_what_a_rank_lacks() -> None:
@@ -128,9 +126,9 @@ class Job:
         monkeypatch.setattr(dist, "get_rank", lambda: self.here.rank)
         monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: group.ranks)
         monkeypatch.setattr(agreement, "refuse_inherited_group", lambda: None)
-        monkeypatch.setattr(store_module, "default_store", lambda: self.store)
+        monkeypatch.setattr(group_module, "default_store", lambda: self.store)
 
-    def ensure(self, group: Group, fingerprints: dict[int, dict[str, Any]], timeout_s: float = 5.0) -> dict[int, Any]:
+    def ensure(self, group: OfTorch, fingerprints: dict[int, dict[str, Any]], timeout_s: float = 5.0) -> dict[int, Any]:
         """What `ensure` raises on each of these ranks."""
         ends: dict[int, Any] = {}
 
@@ -155,7 +153,7 @@ class Job:
         return ends
 
 
-class Group:
+class OfTorch:
     """A process group, of which only name and ranks are asked."""
 
     def __init__(self, *ranks: int) -> None:
@@ -171,19 +169,19 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
 @pytest.mark.parametrize("ranks", [(0, 1), (0, 1, 2), (1, 3)])
 def test_agreement_of_a_group_of_any_size_compares_its_ranks(ranks: tuple[int, ...], job: Job) -> None:
     others = dict.fromkeys(ranks[:-1], carries())
-    apart = job.ensure(Group(*ranks), {**others, ranks[-1]: carries(wanshim="0.2.0")})
+    apart = job.ensure(OfTorch(*ranks), {**others, ranks[-1]: carries(wanshim="0.2.0")})
     assert apart == dict.fromkeys(ranks, RankDisagreement)
-    assert job.ensure(Group(*ranks), {**others, ranks[-1]: carries()}) == dict.fromkeys(ranks)
+    assert job.ensure(OfTorch(*ranks), {**others, ranks[-1]: carries()}) == dict.fromkeys(ranks)
 
 
 def test_agreement_of_one_rank_or_of_other_ranks_asks_nobody(job: Job) -> None:
-    assert job.ensure(Group(0), {0: carries()}) == {0: None}
-    assert job.ensure(Group(1, 2), {0: carries()}) == {0: None}
+    assert job.ensure(OfTorch(0), {0: carries()}) == {0: None}
+    assert job.ensure(OfTorch(1, 2), {0: carries()}) == {0: None}
     assert job.asked == {}
 
 
 def test_agreement_of_a_group_is_asked_for_once_and_of_each_group(job: Job) -> None:
-    first, second = Group(0, 1), Group(0, 1, 2)
+    first, second = OfTorch(0, 1), OfTorch(0, 1, 2)
     same = dict.fromkeys(range(3), carries())
     for _ in range(2):
         assert job.ensure(first, {0: same[0], 1: same[1]}) == {0: None, 1: None}
@@ -194,13 +192,13 @@ def test_agreement_of_a_group_is_asked_for_once_and_of_each_group(job: Job) -> N
 
 
 def test_agreement_that_failed_is_asked_for_again(job: Job) -> None:
-    group = Group(0, 1)
+    group = OfTorch(0, 1)
     assert job.ensure(group, {0: carries()}, timeout_s=0.05) == {0: RankAbsent}
     assert job.ensure(group, {0: carries(), 1: carries()}) == {0: None, 1: None}
 
 
 def test_agreement_of_a_new_provider_is_asked_for_again(job: Job) -> None:
-    group, same = Group(0, 1), {0: carries(), 1: carries()}
+    group, same = OfTorch(0, 1), {0: carries(), 1: carries()}
     job.ensure(group, same)
     agreement.set_fingerprint_provider(None)
     assert job.ensure(group, {**same, 1: carries(wanshim="0.2.0")}) == dict.fromkeys(range(2), RankDisagreement)
@@ -209,10 +207,10 @@ def test_agreement_of_a_new_provider_is_asked_for_again(job: Job) -> None:
 def test_agreement_outside_a_process_group_or_without_a_provider_asks_nobody(job: Job) -> None:
     agreement.set_fingerprint_provider(None)
     job.here.rank = 0
-    agreement.ensure(Group(0, 1), call="decode")
+    agreement.ensure(OfTorch(0, 1), call="decode")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "is_initialized", lambda: False)
-        assert job.ensure(Group(0, 1), {0: carries()}) == {0: None}
+        assert job.ensure(OfTorch(0, 1), {0: carries()}) == {0: None}
     assert job.asked == {}
 
 

@@ -9,7 +9,7 @@ from queue import Queue
 import pytest
 import torch.distributed as dist
 
-from wanshim.core.ranks.store import apart, set_once, wait_for
+from wanshim.core.ranks.store import set_once, wait_for
 
 WAIT_S = 60.0  # a bound for a machine under load; whoever is not woken waits all of it
 
@@ -35,12 +35,3 @@ def test_settling_wakes_whoever_waits_and_the_first_value_stands(make: Callable[
         assert set_once(store, key, "second") == "first"
         assert woken.get(timeout=WAIT_S / 2)
         assert store.get(key) == b"first"
-
-
-def test_connection_apart_has_the_prefix_of_the_store() -> None:
-    """torchrun gives each restart a prefix of its own in one store: what an earlier attempt left is never read."""
-    store = dist.HashStore()
-    attempt = dist.PrefixStore("attempt_1", store)
-    apart(attempt).set("key", "value")
-    assert attempt.check(["key"])
-    assert not store.check(["key"])

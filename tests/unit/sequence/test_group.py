@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from wanshim.core.ranks import group as ranks_module
 from wanshim.core.sequence import group as module
 from wanshim.core.sequence.attendance import Attendance
 from wanshim.core.sequence.group import SequenceGroup
@@ -30,14 +31,13 @@ def store() -> dist.HashStore:
 @pytest.fixture
 def make(store: dist.HashStore, monkeypatch: pytest.MonkeyPatch) -> Make:
     """One rank of ranks 4, 7 and 2 of a job."""
-    monkeypatch.setattr(module, "default_store", lambda: store)
-    monkeypatch.setattr(module, "own_connection", lambda store: store)
-    monkeypatch.setattr(module, "_made", {"4-7-2": 0})
+    monkeypatch.setattr(ranks_module, "default_store", lambda: store)
+    monkeypatch.setattr(module, "_made", {(4, 7, 2): 0})
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: RANKS)
 
     def rank(place: int, deadline: float = 60.0) -> SequenceGroup:
         monkeypatch.setattr(dist, "get_rank", lambda: RANKS[place])
-        module._made["4-7-2"] = 0  # each stands for a process of its own
+        module._made[4, 7, 2] = 0  # each stands for a process of its own
         return SequenceGroup.of("a group", deadline)  # type: ignore[arg-type]
 
     return rank

@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from wanshim.core.ranks import watch as module
+from wanshim.core.ranks.group import Group as Ranks
 from wanshim.core.ranks.rendezvous import Rendezvous
-from wanshim.core.sequence import watch as module
-from wanshim.core.sequence.watch import Watch, different_calls
+from wanshim.core.ranks.watch import Watch, different_calls
 from wanshim.errors import RankDisagreement, RanksFailed
 
 RANKS = (4, 0)
@@ -44,7 +45,7 @@ class Group:
         def abort() -> None:
             self.aborts[place] += 1
 
-        watch = Watch(self.store, place, RANKS, deadline, overdue=overdue, abort=abort)
+        watch = Watch(Ranks(RANKS, place, self.store), deadline, overdue=overdue, abort=abort)
         self.made.append(watch)
         return watch
 
@@ -198,7 +199,7 @@ def test_ranks_that_wait_for_each_other_are_named_once(group: Group) -> None:
 
 
 def test_group_that_was_left_is_kept_by_nobody(group: Group) -> None:
-    watch = Watch(group.store, 0, (4,), BOUND_S, overdue=lambda: None, abort=lambda: None)
+    watch = Watch(Ranks((4,), 0, group.store), BOUND_S, overdue=lambda: None, abort=lambda: None)
     watch.start(MODEL)
     watch.stop()
     left = weakref.ref(watch)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from wanshim.core.shared import nccl
+from wanshim.core.ranks import nccl
 
 
 @pytest.mark.parametrize("before", [None, "3"])
@@ -137,7 +137,7 @@ def test_group_of_a_torch_that_cannot_abort_it_is_shut_down(monkeypatch: pytest.
 
 AT_EXIT = """
 import atexit
-from wanshim.core.shared import nccl
+from wanshim.core.ranks import nccl
 
 class Group:
     def __init__(self, name):
@@ -166,7 +166,7 @@ def test_groups_are_aborted_while_the_interpreter_ends() -> None:
 
 SLOW = """
 import time
-from wanshim.core.shared import nccl
+from wanshim.core.ranks import nccl
 
 class Group:
     def abort(self):

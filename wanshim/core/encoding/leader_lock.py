@@ -1,8 +1,7 @@
 """The lock of the rank that encodes: one at a time holds the turn, and leaves a note for those that wait.
 
-Two ways to hold a turn, with one meaning. `FileLock` is a lock on a file of the cache directory, which the
-kernel gives back when its holder dies. `StoreLock` counts in the store of the process group, for file
-systems without locks; there a holder that stops beating counts as dead.
+Two ways to hold a turn, with one meaning: the kernel knows when its holder dies. `FileLock` is a lock on a file of the
+cache directory. `StoreLock` is an entry in the store of the process group, for file systems without locks.
 """
 
 from __future__ import annotations
@@ -10,21 +9,17 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import threading
-import time
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from wanshim.core.encoding.directory import CacheDirectory, CacheUnavailable, unavailable_on_oserror
+from wanshim.core.ranks.store import set_once
 from wanshim.core.shared.files import Lock
-from wanshim.core.shared.processes import machine
-from wanshim.values import checked_seconds
+from wanshim.core.shared.processes import machine, process, process_state
 
 State = Literal["encoding", "done", "failed", "uncached", "left"]
 
 _NOTE_BYTES = 4096
-BEAT_S = 2.0
-STALE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,22 +68,6 @@ def job_name(store: Any = None) -> str:
     return bytes(store.compare_set("wanshim/encoding/job", "", secrets.token_hex(16))).decode()
 
 
-class LeaderLock(Protocol):
-    """The turn to do one named thing."""
-
-    def claim(self) -> bool:
-        """Take the turn if it is free now; never waits."""
-
-    def last(self) -> Note | None:
-        """The latest note that could be read, of whoever holds or held the turn."""
-
-    def write(self, note: Note) -> None:
-        """Leave a note; only while holding the turn."""
-
-    def release(self) -> None:
-        """Give the turn back, if it is held."""
-
-
 class FileLock:
     """A turn that is a lock on `<name>.turn` in the cache directory, among all processes that see that file.
 
@@ -108,17 +87,21 @@ class FileLock:
             raise
 
     def claim(self) -> bool:
+        """Take the turn if it is free now; never waits."""
         return bool(self._lock.take())
 
     def last(self) -> Note | None:
+        """The latest note that could be read, of whoever holds or held the turn."""
         return _parse(os.pread(self._lock.file, _NOTE_BYTES, 0))
 
     def write(self, note: Note) -> None:
+        """Leave a note; only while holding the turn."""
         # Always the same size: a note can then be replaced even when the disk has filled up meanwhile.
         with unavailable_on_oserror("cannot write the turn's note"):
             os.pwrite(self._lock.file, _encode(note).ljust(_NOTE_BYTES), 0)
 
     def release(self) -> None:
+        """Give the turn back, if it is held."""
         if self._lock.is_held:
             self._lock.release()
 
@@ -131,31 +114,25 @@ class LocksUnavailable(CacheUnavailable):
 
 
 class StoreLock:
-    """A turn that is a counter in a `torch.distributed` store, among the ranks of this machine.
+    """A turn in a `torch.distributed` store, among the ranks of this machine.
 
-    The n-th attempt belongs to whoever first counts `claim/n` up. Its holder counts `beat/n` up while it
-    works, and ends it with a note. An attempt that ended, or whose beat stood still for `stale_s`, makes way
-    for the next.
+    An attempt belongs to the process whose name comes first to `holder/n`. It ends with a note of that process's, or
+    with the process, and makes way for the next.
     """
 
-    def __init__(self, store: Any, name: str, *, beat_s: float = BEAT_S, stale_s: float = STALE_S) -> None:
+    def __init__(self, store: Any, name: str) -> None:
         self._store = store
         self._prefix = f"wanshim/encoding/{machine()}/{name}"
-        self._beat_s = checked_seconds(beat_s, "beat_s")
-        self._stale_s = checked_seconds(stale_s, "stale_s")
         self._attempt = 0
         self._last: Note | None = None
-        self._beats, self._beats_at = -1, time.monotonic()
-        self._stop: threading.Event | None = None
+        self._is_held = False
         self._skip_ended()
 
     def claim(self) -> bool:
         self._skip_ended()
-        if self._count("claim", 1) != 1:
-            return False
-        self._stop = threading.Event()
-        threading.Thread(target=self._beat, args=(self._stop,), daemon=True).start()
-        return True
+        mine = f"{secrets.token_hex(8)} {process()}"  # two threads may ask
+        self._is_held = set_once(self._store, self._key("holder"), mine) == mine
+        return self._is_held
 
     def last(self) -> Note | None:
         return self._read() or self._last
@@ -164,10 +141,9 @@ class StoreLock:
         self._store.set(self._key("note"), _encode(note).decode())
 
     def release(self) -> None:
-        if self._stop is None:
+        if not self._is_held:
             return
-        self._stop.set()
-        self._stop = None
+        self._is_held = False
         note = self._read()
         if note is None or note.state == "encoding":
             self.write(sign("left", note.rank if note else -1, job=note.job if note else None))
@@ -178,7 +154,6 @@ class StoreLock:
     def _skip_ended(self) -> None:
         while self._is_over():
             self._attempt += 1
-            self._beats, self._beats_at = -1, time.monotonic()
 
     def _is_over(self) -> bool:
         note = self._read()
@@ -186,31 +161,20 @@ class StoreLock:
             self._last = note
             if note.state != "encoding":
                 return True
-        return self._is_stale()
-
-    def _is_stale(self) -> bool:
-        beats = self._count("beat", 0)
-        if beats != self._beats:
-            self._beats, self._beats_at = beats, time.monotonic()
-        return time.monotonic() - self._beats_at > self._stale_s
-
-    def _beat(self, stop: threading.Event) -> None:
-        key = self._key("beat")
-        while not stop.wait(self._beat_s):
-            try:
-                self._store.add(key, 1)
-            except RuntimeError:  # the store went away with its server; the ranks notice for themselves
-                return
+        key = self._key("holder")
+        if not self._store.check([key]):
+            return False
+        return process_state(self._store.get(key).decode().partition(" ")[2]) == "ended"
 
     def _key(self, kind: str) -> str:
         return f"{self._prefix}/{kind}/{self._attempt}"
 
-    def _count(self, kind: str, by: int) -> int:
-        return int(self._store.add(self._key(kind), by))
-
     def _read(self) -> Note | None:
         key = self._key("note")
         return _parse(self._store.get(key)) if self._store.check([key]) else None
+
+
+LeaderLock = FileLock | StoreLock
 
 
 def _encode(note: Note) -> bytes:

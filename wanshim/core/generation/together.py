@@ -10,10 +10,9 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 
 from wanshim.core.decoding import OutputSpec, ParallelVae, VaeFallback, VaeOptions, find_binding
-from wanshim.core.ranks.local_group import LocalGroup, LocalStore
+from wanshim.core.ranks.group import Group
 from wanshim.core.workers import RemoteCall, Replies, Workers
 from wanshim.errors import ModelInvalid, RanksFailed
 
@@ -33,8 +32,7 @@ def of(vae: Any, verb: str, file: int, number: int, rank: int, size: int, deadli
     if key not in made:
         for other in [each for each in made if each[0] == verb]:  # of workers that are gone, or another number of them
             made.pop(other).release()
-        store = dist.PrefixStore(f"vae-{verb}-{size}-{number}", dist.FileStore(f"/proc/self/fd/{file}", -1))
-        group = LocalGroup(rank=rank, size=size, store=LocalStore(store))
+        group = Group.of_file(file, f"vae-{verb}-{size}-{number}", range(size), rank)
         options = VaeOptions(engines=False, output=OutputSpec(ranks=(0,)))
         options = replace(options, deadline=min(deadline, options.deadline))
         made[key] = ParallelVae(find_binding(vae, verb).graph, group, options)

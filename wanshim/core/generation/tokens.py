@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
-
-from wanshim.core.sequence import BlockList, SequenceGroup, WatchedByAnother, sharded
+from wanshim.core.ranks.group import Group
+from wanshim.core.ranks.watch import WatchedByAnother
+from wanshim.core.sequence import BlockList, SequenceGroup, sharded
 
 _PATIENCE_SECONDS = 10.0  # in which a worker whose exchange failed is ended, because another one failed before
 _JOINED: dict[Half, SequenceGroup] = {}  # of a worker
@@ -36,16 +36,9 @@ def join(half: Half, file: int, rank: int) -> SequenceGroup:
     Args:
         file: descriptor of a file that these processes alone have.
     """
-    store = dist.PrefixStore("-".join(map(str, half.ranks)), dist.FileStore(f"/proc/self/fd/{file}", -1))
-    return SequenceGroup(
-        half.ranks,
-        half.ranks.index(rank),
-        half.deadline,
-        lambda: store,
-        watch=WatchedByAnother(_PATIENCE_SECONDS if rank else 0.0),
-        over_nccl=half.over_nccl,
-        on_one_machine=True,
-    )
+    group = Group.of_file(file, "-".join(map(str, half.ranks)), half.ranks, rank)
+    watch = WatchedByAnother(_PATIENCE_SECONDS if rank else 0.0)
+    return SequenceGroup(group, half.deadline, watched=watch, over_nccl=half.over_nccl)
 
 
 def over(

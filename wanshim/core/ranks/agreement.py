@@ -11,13 +11,16 @@ loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from wanshim.core.shared.forks import refuse_inherited_group
 from wanshim.core.shared.text import table
 from wanshim.errors import RankDisagreement
+
+if TYPE_CHECKING:
+    from wanshim.core.ranks.group import Group
 
 # What one rank carries, as plain JSON: "wanshim" (version), "features" (name -> hash of its seams),
 # "packages" (name -> version), "host". Only "host" may differ between ranks.
@@ -56,8 +59,7 @@ def ensure(group: Any = None, *, call: str = "wanshim", timeout_s: float = TIMEO
     """
     import torch.distributed as dist
 
-    from wanshim.core.ranks.rendezvous import Absent
-    from wanshim.core.ranks.store import default_store
+    from wanshim.core.ranks.group import Group
     from wanshim.values import checked_seconds
 
     refuse_inherited_group()
@@ -68,32 +70,16 @@ def ensure(group: Any = None, *, call: str = "wanshim", timeout_s: float = TIMEO
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) < 2 or group in _agreed or dist.get_rank() not in ranks:
         return
-    name = f"wanshim/agreement/{group.group_name}"
-    try:
-        exchange(default_store(), name, dist.get_rank(), ranks, _provider(), timeout_s)
-    except Absent as reason:
-        raise reason.error(ranks, call, timeout_s) from None
+    compare(Group.of_job(group), f"wanshim/agreement/{group.group_name}", _provider(), timeout_s, call)
     _agreed.add(group)
 
 
-def exchange(
-    store: Any, name: str, rank: int, ranks: Sequence[int], fingerprint: Fingerprint, timeout_s: float
-) -> None:
-    """Publish this rank's fingerprint under `name` in `store` and compare those of all `ranks`.
-
-    Raises:
-        SettingInvalid: `timeout_s` cannot be waited.
-        RankDisagreement: they differ.
-        Absent: a rank did not publish its own within `timeout_s`.
-    """
-    from wanshim.core.ranks.rendezvous import Rendezvous
-    from wanshim.values import checked_seconds
-
-    checked_seconds(timeout_s, "timeout_s")
-    meeting = Rendezvous(store, name, ranks.index(rank), len(ranks)).meet(dict(fingerprint), timeout_s)
-    comparable = [{k: v for k, v in reply.items() if k not in _MAY_DIFFER} for reply in meeting.replies]
-    if any(fingerprint != comparable[0] for fingerprint in comparable):
-        found = dict(zip(ranks, meeting.replies, strict=True))
+def compare(group: Group, topic: str, fingerprint: Fingerprint, timeout_s: float, call: str) -> None:
+    """Compare this rank's fingerprint with those of all ranks: see `ensure`."""
+    carried = group.gather(topic, dict(fingerprint), timeout_s, call)
+    comparable = [{k: v for k, v in each.items() if k not in _MAY_DIFFER} for each in carried]
+    if any(each != comparable[0] for each in comparable):
+        found = dict(zip(group.ranks, carried, strict=True))
         raise RankDisagreement(
             f"The ranks of this job carry different patch sets:\n{_table(found)}\n",
             expected="the same wanshim, features and package versions on every rank",

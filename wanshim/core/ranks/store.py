@@ -1,10 +1,12 @@
-"""The store that torch.distributed keeps for the default process group: access to it, and waiting in it.
+"""Stores of torch.distributed: that of the default process group, that of one machine, and waiting in them.
 
 Importing this module imports no torch.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -14,6 +16,29 @@ from wanshim.core.shared.forks import refuse_inherited_group
 
 READ = ("read", "all read")  # how many ranks have read what stands under a key, and that all have
 _STAY_S = 2.0
+_POLL_SECONDS = 0.001
+
+
+class LocalStore:
+    """A store of torch.distributed whose waits end when another process is known to be gone."""
+
+    def __init__(self, store: Any) -> None:
+        self.store, self.gone = store, threading.Event()
+
+    def wait(self, keys: Sequence[str], limit: timedelta) -> None:
+        """Return when all keys are set.
+
+        Raises:
+            RuntimeError: they are not in time, or another process is gone.
+        """
+        end = time.monotonic() + limit.total_seconds()
+        while self.gone.is_set() or not self.store.check(list(keys)):
+            if self.gone.is_set() or time.monotonic() > end:
+                raise RuntimeError("a process is gone" if self.gone.is_set() else "nothing came in time")
+            time.sleep(_POLL_SECONDS)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
 
 
 def default_store() -> Any:
@@ -29,25 +54,6 @@ def default_store() -> Any:
     refuse_inherited_group()
     module: Any = dist.distributed_c10d  # torch keeps the store, but names no public way to it
     return module._get_default_store()
-
-
-def own_connection(store: Any) -> Any:
-    """The same store through another connection: a blocking wait on one holds up every thread that shares it."""
-    import torch.distributed as dist
-
-    if hasattr(store, "clone"):
-        return store.clone()
-    while isinstance(store, dist.PrefixStore):  # torch before 2.8 clones no store
-        store = store.underlying_store
-    if isinstance(store, dist.TCPStore):
-        return dist.TCPStore(store.host, store.port, None, False, wait_for_workers=False)
-    return store
-
-
-def apart(store: Any) -> Any:
-    """As `own_connection`, with the store's prefix, which tells the attempts of a restarted job apart; before torch 2.8
-    the store itself."""
-    return store.clone() if hasattr(store, "clone") else store
 
 
 def set_once(store: Any, key: str, value: str) -> str:

@@ -6,14 +6,12 @@ from .inference import check_shardable, sharded
 from .plan import plan_sequence
 from .random_state import random_states, set_random_states
 from .shard import SequenceHandle, sequence_of, shard_sequence
-from .watch import WatchedByAnother
 
 __all__ = [
     "BlockList",
     "SequenceGroup",
     "SequenceHandle",
     "TextStream",
-    "WatchedByAnother",
     "check_shardable",
     "plan_sequence",
     "random_states",

@@ -11,9 +11,9 @@ from __future__ import annotations
 import time
 
 from wanshim.core.ranks.store import set_once
+from wanshim.core.ranks.watch import Watch
 
 from .group import SequenceGroup
-from .watch import Watch
 
 OFFER_SECONDS = 0.5  # for the ranks to make a call without gradients together
 _POLL_SECONDS = 0.002

@@ -17,17 +17,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from wanshim.core.ranks.local_group import connect_gloo
-from wanshim.core.ranks.store import default_store, own_connection
-from wanshim.core.shared import nccl
-from wanshim.core.shared.forks import Owner, refuse_inherited_group
+from wanshim.core.ranks import nccl
+from wanshim.core.ranks.group import Group
+from wanshim.core.ranks.watch import ALONE_SECONDS, Watch, WatchedByAnother
+from wanshim.core.shared.forks import Owner
 from wanshim.core.shared.text import first_line
 from wanshim.errors import ModelInvalid, RanksFailed
 
-from .watch import ALONE_SECONDS, Watch, WatchedByAnother
-
 _POLL_SECONDS = 0.0002
-_made: Counter[str] = Counter()  # groups made per set of ranks: the n-th on one rank is the n-th on another
+_made: Counter[tuple[int, ...]] = Counter()  # groups made per set of ranks: the n-th on one rank is the n-th on another
 
 
 class _Flight:
@@ -72,55 +70,40 @@ class SequenceGroup:
     """The ranks over which one sample is sharded; this process is `rank` of `ranks` (global ranks).
 
     Args:
-        ranks: of all processes of the group, in its order.
-        place: of this process among them.
+        group: the ranks, with a store for this group alone.
         deadline: seconds that any wait may take.
-        store: of torch.distributed, for this group alone; returns a connection of its own each time.
-        watch: what sees the other ranks fail; None: the ranks watch each other through the store.
+        watched: what sees the other ranks fail; or the same group by a store's connection of its own, through which the
+            ranks watch each other.
         over_nccl: whether CUDA tensors travel over NCCL; else, between processes that share a GPU, through the host.
-        on_one_machine: gloo binds no address that another machine reaches.
     """
 
     def __init__(
-        self,
-        ranks: Sequence[int],
-        place: int,
-        deadline: float,
-        store: Callable[[], dist.Store],
-        *,
-        watch: WatchedByAnother | None = None,
-        over_nccl: bool = True,
-        on_one_machine: bool = False,
+        self, group: Group, deadline: float, *, watched: Group | WatchedByAnother, over_nccl: bool = True
     ) -> None:
         self._owner = Owner("a sequence group")
-        self.ranks, self.rank, self.size = tuple(ranks), place, len(ranks)
-        self.deadline = deadline
-        self._over_nccl, self._on_one_machine = over_nccl, on_one_machine
-        self.store = store()
+        self._group, self.store, self.deadline = group, group.store, deadline
+        self.ranks, self.rank, self.size = group.ranks, group.rank, group.size
+        self._over_nccl = over_nccl
         self._peers: Any = None
         self._aborting: threading.Thread | None = None
         self._connections = self._gathered = 0
         self._closed = False
         self._device: torch.device | None = None
         self._in_flight: deque[_Flight] = deque()
-        self.watch: Watch | WatchedByAnother = watch or Watch(
-            store(), self.rank, self.ranks, deadline, overdue=self._overdue, abort=self._abort
+        self.watch: Watch | WatchedByAnother = (
+            Watch(watched, deadline, overdue=self._overdue, abort=self._abort)
+            if isinstance(watched, Group)
+            else watched
         )
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None, deadline: float) -> SequenceGroup:
         """The ranks of a group of torch.distributed; None: all ranks."""
-        refuse_inherited_group()
         ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
-        name = "-".join(map(str, ranks))
-        _made[name] += 1
-        prefix = f"wanshim/sequence/{name}/{_made[name]}"
-        return cls(
-            ranks,
-            ranks.index(dist.get_rank()),
-            deadline,
-            lambda: dist.PrefixStore(prefix, own_connection(default_store())),
-        )
+        _made[ranks] += 1
+        name = f"wanshim/sequence/{_made[ranks]}"
+        mine, watched = (Group.of_job(group, name=name, own=True) for _ in range(2))
+        return cls(mine, deadline, watched=watched)
 
     def start(self, model: Mapping[str, Any]) -> None:
         """Meet the other ranks; `model` must be the same on all of them. See `Watch.start` for what it raises."""
@@ -282,11 +265,10 @@ class SequenceGroup:
             )
 
     def _leave_peers(self) -> None:
-        if self._on_cuda and not self.watch.failed:
-            time.sleep(nccl.WATCHDOG_SECONDS)
+        idle = self._on_cuda and not self.watch.failed
         peers, self._peers, self._device = self._peers, None, None
         if peers is not None:
-            nccl.abort(peers)
+            nccl.abort(peers, idle=idle)
 
     @property
     def _on_cuda(self) -> bool:
@@ -329,16 +311,17 @@ class SequenceGroup:
             self._device = device
             limit = timedelta(seconds=self.deadline)
             self._connections += 1
-            store = dist.PrefixStore(f"peers/{self._connections}", self.store)
             self.watch.at("connecting")
-            self.store.set(f"connecting/{self._connections}/{self.rank}", "1")
-            keys = [f"connecting/{self._connections}/{rank}" for rank in range(self.size)]
-            self.poll(lambda: self.store.check(keys), interval=0.005)  # the backends' own wait ends for no failure
+            over = device if self._on_cuda else torch.device("cpu")
             try:
-                if self._on_cuda:
-                    self._peers = nccl.connect(store, self.rank, self.size, device, limit, high_priority=True)
-                else:
-                    self._peers = connect_gloo(store, self.rank, self.size, limit, on_one_machine=self._on_one_machine)
+                self._peers = self._group.connect(
+                    f"peers/{self._connections}",
+                    over,
+                    limit,
+                    wait=lambda keys: self.poll(lambda: self.store.check(keys), interval=0.005),
+                    high_priority=True,
+                )
+                if not self._on_cuda:
                     # an exchange waits for a rank that computes alone; a connection, for one that may have given up
                     self._peers._set_default_timeout(limit + timedelta(seconds=ALONE_SECONDS))
             except RuntimeError as error:

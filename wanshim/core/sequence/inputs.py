@@ -11,12 +11,12 @@ from collections.abc import Mapping
 
 import torch
 
+from wanshim.core.ranks.watch import SAME_INPUTS
 from wanshim.core.shared.digest import digest_on_device
 from wanshim.core.shared.host_memory import pinned
 from wanshim.errors import RankDisagreement
 
 from .group import SequenceGroup
-from .watch import SAME_INPUTS
 
 
 class HostCopy:

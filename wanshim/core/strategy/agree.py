@@ -6,21 +6,19 @@ decide again for the least that any of them has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
-
-from wanshim.core.ranks.rendezvous import Absent, Rendezvous
-from wanshim.core.ranks.store import apart, default_store
+from wanshim.core.ranks.group import Group
 from wanshim.core.strategy.job import Limits
 from wanshim.core.strategy.plan import TrainingPlan
 from wanshim.errors import RankAbsent, RanksFailed
 
 WAIT_S = 600.0  # for the slowest rank: it may still be reading the model
 CALL = "the training task"  # in which all ranks come here
+_TOPIC = "wanshim/plan"
 
 Decide = Callable[[Limits], TrainingPlan]
 
@@ -39,14 +37,15 @@ def agreed(decide: Decide, measure: Callable[[], Limits], wait_s: float = WAIT_S
         RankAbsent: a rank did not come.
         Exception: what `decide` or `measure` raised on this rank, once the others know.
     """
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    group = Group.of_job(own=True)
+    if group.size == 1:
         return decide(measure())
-    limits, plan, replies = _compared(decide, measure, wait_s)
+    limits, plan, replies = _compared(group, decide, measure, wait_s)
     if len({len(reply["available"]) for reply in replies}) == 1 and not _alike(replies):
         least = (min(counts) for counts in zip(*(reply["available"] for reply in replies), strict=True))
         host = min(reply["host"] for reply in replies)
         less = replace(limits, available=dict(zip(limits.available, least, strict=True)), host=host)
-        _, plan, replies = _compared(decide, lambda: less, wait_s)
+        _, plan, replies = _compared(group, decide, lambda: less, wait_s)
     if not _alike(replies):
         plans = "\n".join(f"  rank {rank}: {reply['plan']}" for rank, reply in enumerate(replies))
         raise RanksFailed(
@@ -64,9 +63,7 @@ def gathered(mine: dict[str, Any], wait_s: float = WAIT_S) -> list[dict[str, Any
     Raises:
         RankAbsent: a rank did not come.
     """
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return [mine]
-    return _replies(mine, wait_s, "wanshim/facts")
+    return Group.of_job(own=True).gather("wanshim/facts", mine, wait_s, CALL)
 
 
 def _alike(replies: list[dict[str, Any]]) -> bool:
@@ -74,7 +71,7 @@ def _alike(replies: list[dict[str, Any]]) -> bool:
 
 
 def _compared(
-    decide: Decide, measure: Callable[[], Limits], wait_s: float
+    group: Group, decide: Decide, measure: Callable[[], Limits], wait_s: float
 ) -> tuple[Limits, TrainingPlan, list[dict[str, Any]]]:
     """This rank's limits and plan, and what all ranks say of theirs."""
     try:
@@ -82,22 +79,13 @@ def _compared(
         plan = decide(limits)
     except Exception as error:
         with suppress(RankAbsent):
-            _replies({"error": f"{type(error).__name__}: {error}"}, wait_s)
+            group.gather(_TOPIC, {"error": f"{type(error).__name__}: {error}"}, wait_s, CALL)
         raise
     # bytes by their order: each rank has devices of its own
     available = list(limits.available.values())
     mine = {"shared": plan.shared, "plan": str(plan), "available": available, "host": limits.host}
-    replies = _replies(mine, wait_s)
+    replies = group.gather(_TOPIC, mine, wait_s, CALL)
     failed = [f"rank {rank}: {reply['error']}" for rank, reply in enumerate(replies) if "error" in reply]
     if failed:
         raise RanksFailed(f"no plan for this job: {'; '.join(failed)}", expected="a plan that every rank can run")
     return limits, plan, replies
-
-
-def _replies(mine: Mapping[str, Any], wait_s: float, name: str = "wanshim/plan") -> list[dict[str, Any]]:
-    """What all ranks say."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    try:
-        return Rendezvous(apart(default_store()), name, rank, ranks).meet(dict(mine), wait_s).replies
-    except Absent as reason:
-        raise reason.error(range(ranks), CALL, wait_s) from None

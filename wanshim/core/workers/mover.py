@@ -6,15 +6,14 @@ The link serves tensors on the host, and several processes on one GPU, between w
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from wanshim.core.shared import nccl
+from wanshim.core.ranks import nccl
+from wanshim.core.ranks.group import Group
 
 from .link import Link
 from .packing import elements
@@ -48,8 +47,8 @@ class Mover:
         Raises:
             RuntimeError: they did not meet within `patience` seconds.
         """
-        store = dist.FileStore(f"/proc/self/fd/{file}", -1)
-        return cls(device, nccl.connect(store, rank, size, device, timedelta(seconds=patience)))
+        group = Group.of_file(file, "tensors", range(size), rank)
+        return cls(device, group.connect("nccl", device, timedelta(seconds=patience)))
 
     def send(self, tensors: Iterable[torch.Tensor], to: Mapping[int, Link]) -> None:
         """Send to the processes of these ranks. Work of the current stream that follows is ordered behind it."""
@@ -88,8 +87,7 @@ class Mover:
     def close(self) -> None:
         """Wake whoever waits in NCCL."""
         if self._peers is not None:
-            time.sleep(nccl.WATCHDOG_SECONDS)
-            nccl.abort(self._peers)
+            nccl.abort(self._peers, idle=True)
 
     def _in_groups(self, tensors: Sequence[torch.Tensor], ends: Sequence[tuple[int, Any]]) -> None:
         for start in range(0, len(tensors), _AT_ONCE):

@@ -22,25 +22,25 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from wanshim.core.decoding.operators.layout import dense
-from wanshim.core.ranks.local_group import LocalGroup, LocalStore, connect_gloo
-from wanshim.core.ranks.rendezvous import KEPT_ROUNDS, Absent, Rendezvous
-from wanshim.core.ranks.store import READ, default_store, stay_until_read, wait_for
-from wanshim.core.shared import nccl
+from wanshim.core.ranks import nccl
+from wanshim.core.ranks.group import Group
+from wanshim.core.ranks.rendezvous import KEPT_ROUNDS
+from wanshim.core.ranks.store import READ, stay_until_read, wait_for
 from wanshim.core.shared.forks import Owner
 from wanshim.core.shared.text import first_line
 from wanshim.errors import ModelInvalid, RanksFailed
 
 _POLL_SECONDS = 0.0005
 _LOOK_SECONDS = 0.2
-_LOCAL_CONNECT = timedelta(seconds=30)  # of processes of one machine, which have all come
 _EXCHANGES_AHEAD = 4  # the host never fills the launch queue behind a stuck exchange: it could not look up any more
-_locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # one call at a time per set of ranks
+_locks = defaultdict[tuple[int, ...], threading.Lock](threading.Lock)  # one call at a time per set of ranks
 
 
 class PeerLost(Exception):
@@ -71,38 +71,29 @@ class Comm:
 
     Args:
         verb: decode or encode.
-        group: the framework's group, of which only the ranks are used; None: all ranks.
+        group: the ranks; or the framework's group, of which only the ranks are used; None: all ranks.
         deadline: seconds in which a failing decode ends on every rank; any one wait takes less.
         device: where tensors to be sent live; NCCL for CUDA, gloo for the CPU.
     """
 
     def __init__(
-        self, verb: str, group: dist.ProcessGroup | LocalGroup | None, deadline: float, device: torch.device
+        self, verb: str, group: dist.ProcessGroup | Group | None, deadline: float, device: torch.device
     ) -> None:
         self._owner = Owner(f"a parallel {verb}r")
         self.verb = verb
         self.deadline = deadline
         self.device = device
         self.step = "start"
-        self.ranks, self.rank, self._store = [0], 0, None
-        self._lock = threading.Lock()
+        self._group = group if isinstance(group, Group) else _group_of(verb, group)
+        self.ranks, self.rank, self.size = list(self._group.ranks), self._group.rank, self._group.size
+        self._store = self._group.store
+        self._lock = threading.Lock() if self._store is None else _locks[self._group.ranks]
         self._round = self._attempt = 0
         self._left_keys: deque[list[str]] = deque([[]])  # what this rank left in the store, per round
         self._peers: Any = None
         self._link: str | None = None  # names the open connections: the same on all ranks that hold their ends
         self._ahead = 0
         self._event: torch.cuda.Event | None = None
-        store = group.store if isinstance(group, LocalGroup) else default_store()
-        if store is not None:
-            self.ranks, self.rank = _ranks_of(verb, group)
-            name = f"wanshim/decode/{'-'.join(str(rank) for rank in self.ranks)}"
-            self._lock = _locks[name]
-            self._store = store if isinstance(store, LocalStore) else dist.PrefixStore(name, store)
-            self._rendezvous = Rendezvous(self._store, "call", self.rank, self.size)
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
 
     # Rendezvous and verdict
 
@@ -131,15 +122,10 @@ class Comm:
             RankAbsent: not all ranks came in that time.
         """
         patience = self.deadline if patience is None else patience
-        if self._store is None or self.size == 1:
+        if self.size == 1:
             return [mine]
         self._attempt = 0
-        try:
-            meeting = self._rendezvous.meet({"request": mine, "link": self._link}, patience)
-        except Absent as reason:
-            raise reason.error(self.ranks, self.verb, patience) from None
-        except (RuntimeError, OSError) as error:
-            raise self._storeless(error) from error
+        meeting = self._group.meet("call", {"request": mine, "link": self._link}, patience, self.verb)
         self._round = meeting.number
         self._left_keys.append([])
         while len(self._left_keys) > KEPT_ROUNDS:
@@ -154,7 +140,7 @@ class Comm:
 
     def conclude(self, verdict: Verdict) -> list[Verdict]:
         """Exchange verdicts; a rank that leaves none in time counts as lost. Who waited already waits less."""
-        if self._store is None or self.size == 1:
+        if self.size == 1:
             return [verdict]
         patience = self.deadline * (0.2 if verdict.kind == "peer" else 1.0)
         self._leave("verdict", json.dumps({"rank": verdict.rank, "kind": verdict.kind, "text": verdict.text}))
@@ -170,7 +156,6 @@ class Comm:
         ]
 
     def _verdict_of(self, rank: int, end: float) -> Verdict | None:
-        assert self._store is not None
         key = self._key("verdict", rank)
         try:
             if not wait_for(self._store, [key], end - time.monotonic()):
@@ -181,57 +166,40 @@ class Comm:
 
     def _leave(self, topic: str, text: str) -> None:
         """Leave `text` for the other ranks of this attempt."""
-        assert self._store is not None
         key = self._key(topic, self.rank)
         try:
             self._store.set(key, text)
         except (RuntimeError, OSError) as error:
-            raise self._storeless(error) from error
+            raise self._group.without_store(error) from error
         self._left_keys[-1].append(key)
 
     def _key(self, topic: str, rank: int) -> str:
         return f"{self._round}.{self._attempt}/{topic}/{rank}"
 
     def _forget(self, keys: list[str]) -> None:
-        assert self._store is not None
         for key in keys:
             with contextlib.suppress(RuntimeError, OSError):
                 self._store.delete_key(key)
-
-    def _storeless(self, error: BaseException) -> RanksFailed:
-        return RanksFailed(
-            f"rank {self.ranks[self.rank]} cannot reach the store of torch.distributed: {first_line(error)}",
-            expected="the process that hosts it, rank 0 of the job, to be alive",
-            hint="Look for the first rank that died and restart the job",
-        )
 
     # Point to point
 
     def connect(self) -> None:
         """Open the point-to-point connections if they are closed; every rank must call it."""
-        if self._peers is not None or self._store is None or self.size == 1:
+        if self._peers is not None or self.size == 1:
             return
-        link = f"{self._round}.{self._attempt}"
-        local = isinstance(self._store, LocalStore)
-        store = dist.PrefixStore(f"p2p/{link}", self._store.store if local else self._store)
+        link, limit = f"{self._round}.{self._attempt}", self._wait_limit()
         self.step = "connect"
         try:
-            if local:  # the backend's own wait ends for no failure
-                self._store.set(f"connecting/{link}/{self.rank}", "1")
-                self._store.wait([f"connecting/{link}/{rank}" for rank in range(self.size)], self._wait_limit())
-            if self.device.type == "cuda":
-                self._peers = nccl.connect(store, self.rank, self.size, self.device, self._wait_limit())
-            else:
-                limit = min(self._wait_limit(), _LOCAL_CONNECT) if local else self._wait_limit()
-                self._peers = connect_gloo(store, self.rank, self.size, limit, on_one_machine=local)
+            wait = partial(self._store.wait, limit=limit) if self._group.is_local else None
+            self._peers = self._group.connect(f"p2p/{link}", self.device, limit, wait=wait)
         except RuntimeError as error:
             raise PeerLost("connect", first_line(error)) from error
         self._link = link
 
     def abandon(self) -> None:
         """Wake this rank where it waits for another one, which is gone. Any thread may call it; the ranks of a
-        `LocalGroup` alone have somebody who knows."""
-        if isinstance(self._store, LocalStore):
+        `LocalStore` alone have somebody who knows."""
+        if self._group.is_local:
             self._store.gone.set()
         self.close()
 
@@ -244,9 +212,7 @@ class Comm:
         peers, self._peers, self._event, self._link = self._peers, None, None, None
         if peers is None:
             return
-        if idle and self.device.type == "cuda":
-            time.sleep(nccl.WATCHDOG_SECONDS)
-        nccl.abort(peers)
+        nccl.abort(peers, idle=idle and self.device.type == "cuda")
 
     def exchange(
         self, step: str, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
@@ -341,7 +307,6 @@ class Comm:
 
     def _peer_failed(self) -> bool:
         """Has another rank left the verdict that it is not done?"""
-        assert self._store is not None
         for rank in range(self.size):
             key = self._key("verdict", rank)
             left = rank != self.rank and self._store.check([key])
@@ -395,10 +360,10 @@ def receive_buffer(target: torch.Tensor) -> torch.Tensor:
     return target if target.permute(0, 2, 3, 4, 1).is_contiguous() else dense(tuple(target.shape), target)
 
 
-def _ranks_of(verb: str, group: Any) -> tuple[list[int], int]:
-    """The job's numbers of the ranks of `group`, and this rank's position among them."""
-    if isinstance(group, LocalGroup):
-        return list(range(group.size)), group.rank
+def _group_of(verb: str, group: Any) -> Group:
+    """The ranks of torch.distributed's `group`, and their place in its store."""
+    if not dist.is_available() or not dist.is_initialized():
+        return Group()
     mine = dist.get_rank()
     ranks = (
         [] if group is dist.GroupMember.NON_GROUP_MEMBER else dist.get_process_group_ranks(group or dist.group.WORLD)
@@ -409,4 +374,4 @@ def _ranks_of(verb: str, group: Any) -> tuple[list[int], int]:
             expected=f"one of ranks {', '.join(map(str, ranks))}" if ranks else "a group that holds this rank",
             hint=f"Call parallelize_{verb} and {verb} only on the ranks of the group",
         )
-    return ranks, ranks.index(mine)
+    return Group.of_job(group, name="wanshim/decode")

@@ -23,12 +23,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
-from wanshim.core.ranks.rendezvous import Absent, Rendezvous
 from wanshim.core.shared.processes import process, process_state
 from wanshim.core.shared.text import named_line
 from wanshim.errors import RankDisagreement, RanksFailed
+
+from .group import Group
 
 _INTERVAL_SECONDS = 0.2
 _CALLS_KEPT = 8
@@ -68,34 +67,26 @@ class Stops(ABC):
 
 
 class Watch(Stops):
-    """The statuses of one group, seen from `rank` (its place in `ranks`).
+    """The statuses of the ranks of one group, seen from one of them.
 
     Args:
-        store: for this group alone.
-        ranks: global ranks, for messages.
+        group: with a connection to the store that nothing else uses.
         deadline: seconds that any wait may take.
         overdue: returns what this rank has waited for longer than the deadline, else None.
         abort: wakes every thread of this process that waits in the group's communicator.
     """
 
     def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        ranks: Sequence[int],
-        deadline: float,
-        *,
-        overdue: Callable[[], str | None],
-        abort: Callable[[], None],
+        self, group: Group, deadline: float, *, overdue: Callable[[], str | None], abort: Callable[[], None]
     ) -> None:
-        self.rank, self.ranks, self.deadline = rank, tuple(ranks), deadline
+        self._group, self.rank, self.ranks, self.deadline = group, group.rank, group.ranks, deadline
         self.silence = min(20.0, deadline / 4)  # so long may a rank be stopped, or away where an exchange has failed
-        self._store, self._overdue, self._abort = store, overdue, abort
+        self._store, self._overdue, self._abort = group.store, overdue, abort
         self._mine: Status = {"beat": 0, "calls": [], "step": "start", "failure": None, "left": False}
         self._mine |= {"turns": [], "alone": 0}
         self._mine["process"] = process()
-        self._statuses: list[Status] = [self._mine for _ in ranks]
-        self._moved = [time.monotonic()] * len(ranks)
+        self._statuses: list[Status] = [self._mine] * group.size
+        self._moved = [time.monotonic()] * group.size
         self._alone_since = list(self._moved)
         self._lock = threading.RLock()
         self._wake, self._stop = threading.Event(), threading.Event()
@@ -109,11 +100,7 @@ class Watch(Stops):
             RanksFailed: a rank did not come within the deadline.
         """
         self._publish()
-        mine = json.dumps(model, sort_keys=True)
-        try:
-            models = Rendezvous(self._store, "model", self.rank, len(self.ranks)).meet(mine, self.deadline).replies
-        except Absent as reason:
-            raise reason.error(self.ranks, "shard_sequence", self.deadline) from None
+        models = self._group.gather("model", json.dumps(model, sort_keys=True), self.deadline, "shard_sequence")
         if len(set(models)) > 1:
             raise RankDisagreement(
                 "The ranks shard different models:\n" + self._table(models),

@@ -19,7 +19,7 @@ from wanshim.undo import Undo
 
 # More than two rounds of the thread in which torch looks after NCCL's work. A group that is closed before that thread
 # has seen its last work finish reports it as an error, though all data has come.
-WATCHDOG_SECONDS = 0.25
+_WATCHDOG_SECONDS = 0.25
 _ABORT_SECONDS = 2.0
 _EXIT_SECONDS = 20.0
 _one_at_a_time = threading.Lock()
@@ -70,14 +70,19 @@ def connect(
     return peers
 
 
-def abort(peers: Any) -> threading.Thread:
+def abort(peers: Any, *, idle: bool = False) -> threading.Thread:
     """Give a group of NCCL or gloo up, whatever its state: who waits in it wakes. Returns after 2 s at the latest.
 
     To free NCCL's memory CUDA waits for the kernels of all groups of this GPU, and those of another group may wait for
     the same lost rank until that group is aborted, too. So it goes on in a thread, which is returned. A second call
     for the group meanwhile waits for the same thread: who fails aborts it, and who wakes from that closes it. While the
     interpreter ends there is no thread, and it returns when all is done.
+
+    Args:
+        idle: it is NCCL's, and all its work has ended.
     """
+    if idle:
+        time.sleep(_WATCHDOG_SECONDS)
 
     def leave() -> None:
         for name in ("abort", "shutdown"):  # not every release of torch has both

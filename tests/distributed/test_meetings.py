@@ -1,0 +1,117 @@
+"""Each meeting of ranks beside those of a decode and of a sharded step, where one rank is killed or stopped before it.
+
+A rank that hosts the store of torch.distributed takes it along when it ends: every other rank says so at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.distributed.decoding.ranks import run_ranks, values
+from tests.distributed.sequence.faults import outcome_of
+from wanshim.core.ranks import agreement
+from wanshim.core.resume import ranks as resuming
+from wanshim.core.shared.processes import process, process_state
+from wanshim.core.strategy import Limits, Strategy, TrainingPlan, agreed, gathered
+from wanshim.core.streaming import LocalRanks, allocate
+from wanshim.core.training import output_folder
+
+ABSENT_S, PRESENT_S = 0.5, 60.0
+PLAN = TrainingPlan(strategy=Strategy.RESIDENT, devices=("cpu",), step=None)
+Meet = Callable[[float], Any]
+
+
+def meetings(rank: int, size: int) -> dict[str, Meet]:
+    """Each takes the seconds to wait for the other ranks."""
+    store, ranks = dist.distributed_c10d._get_default_store(), resuming.Ranks()
+
+    def within(module: Any, meet: Callable[[], Any]) -> Meet:
+        def call(seconds: float) -> Any:
+            module.WAIT_S = seconds
+            return meet()
+
+        return call
+
+    agreement.set_fingerprint_provider(lambda: {"wanshim": "0"})
+    return {
+        "patch set": lambda seconds: agreement.ensure(call="decode", timeout_s=seconds),
+        "plan": lambda seconds: str(agreed(lambda limits: PLAN, Limits, wait_s=seconds)),
+        "facts": lambda seconds: gathered({"rank": rank}, wait_s=seconds),
+        "output": within(output_folder, lambda: output_folder.of_first_rank(f"of rank {rank}")),
+        "resume": within(resuming, lambda: ranks.gather(rank)),
+        "memory": lambda seconds: allocate(64, LocalRanks(rank, size, store, "here/0", seconds)).leads,
+    }
+
+
+def without_one(rank: int, size: int, victim: int, kind: str) -> Any:
+    met, store = meetings(rank, size), dist.distributed_c10d._get_default_store().clone()
+    if rank == victim:
+        store.set("victim", process())
+        os.kill(os.getpid(), getattr(signal, kind))
+    name = "" if rank == victim else store.get("victim").decode()
+    failed = {}
+    if name:
+        while process_state(name) == "runs":
+            time.sleep(0.01)
+        failed = {call: outcome_of(lambda meet=meet: meet(ABSENT_S)) for call, meet in met.items()}
+        if kind == "SIGSTOP" and store.add("failed", 1) == size - 1:
+            os.kill(int(name.split("/")[-2]), signal.SIGCONT)
+    del met["memory"]  # a meeting of the streaming's that failed has failed for good
+    return failed, {call: meet(PRESENT_S) for call, meet in met.items()} if kind == "SIGSTOP" else {}
+
+
+@pytest.mark.parametrize("kind", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_rank_that_is_not_there_is_named_in_time_and_a_stopped_one_that_goes_on_meets_the_others(
+    size: int, kind: str
+) -> None:
+    victim = size - 1
+    outcomes = run_ranks(without_one, size, victim, kind)
+    gone = outcomes.pop() if kind == "SIGKILL" else None
+    assert gone is None or gone.error == "Died"
+    calls = {"patch set": "decode", **dict.fromkeys(("plan", "facts", "output", "resume"), "the training task")}
+    for failed, met in values(outcomes)[:victim]:
+        for name, call in calls.items():
+            error, text, seconds = failed[name]
+            assert (error, text.partition(" within")[0]) == ("RankAbsent", f"rank {victim} did not call {call}")
+            assert seconds < 20 * ABSENT_S, name
+        error, text, _ = failed["memory"]
+        assert error == "WanshimError"
+        assert f"local ranks [{victim}] of here did not come to" in text
+        if kind == "SIGSTOP":
+            ranks = list(range(size))
+            folder = ("of rank 0", [f"of rank {rank}" for rank in ranks])
+            assert met == {
+                "patch set": None,
+                "plan": str(PLAN),
+                "facts": [{"rank": rank} for rank in ranks],
+                "output": folder,
+                "resume": ranks,
+            }
+    if kind == "SIGSTOP":
+        assert values(outcomes)[victim][1]["resume"] == list(range(size))
+
+
+def vote(rank: int, size: int) -> tuple[str, str, float]:
+    ranks = resuming.Ranks()
+    ranks.vote(rank)
+    ranks.gather(None)
+    if rank == size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return outcome_of(lambda: [ranks.vote(0) for _ in range(2)])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_vote_of_a_rank_that_was_killed_is_waited_for_no_longer(size: int) -> None:
+    outcomes = run_ranks(vote, size)
+    assert outcomes[-1].error == "Died"
+    for error, _, seconds in values(outcomes[:-1]):
+        assert error in ("RuntimeError", "DistBackendError")
+        assert seconds < 30
