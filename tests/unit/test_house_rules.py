@@ -108,7 +108,7 @@ def test_a_bare_dictionary_and_a_second_reading_are_recognised() -> None:
 def test_no_test_file_is_imported_from_another() -> None:
     """What several use lies in a module of its own."""
     imported = re.compile(
-        r"^\s*from (tests[\w.]*|\.)\.?(test_\w+) import|^\s*from tests[\w.]* import .*\btest_", re.MULTILINE
+        r"^\s*from (tests[\w.]*\.|\.+)(test_\w+) import|^\s*from tests[\w.]* import .*\btest_", re.MULTILINE
     )
     files = sorted((ROOT / "tests").rglob("*.py"))
     assert len(files) > 150
