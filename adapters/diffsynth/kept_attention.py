@@ -49,8 +49,12 @@ def _refusal_of_kernel(call: TrainingCall) -> str | None:
     return None
 
 
-def keep_attention(undo: Undo, row: Row, place: KeptOn) -> None:
-    """Until `undo` ends, every checkpoint keeps self-attention's results there."""
+def keep_attention(undo: Undo, row: Row, place: KeptOn, *, has_effect: bool = False) -> None:
+    """Until `undo` ends, every checkpoint keeps self-attention's results there.
+
+    Args:
+        has_effect: the feature has an effect, whether attention is kept or not.
+    """
     import torch.utils.checkpoint
 
     from wanshim.core.offload import CheckpointOffload
@@ -62,7 +66,7 @@ def keep_attention(undo: Undo, row: Row, place: KeptOn) -> None:
     undo.add(kept.remove)
     if offload is not None:
         undo.add(offload.clear)
-    undo.add(lambda: row.end(kept.count.kept, _what_was_done(kept)))
+    undo.add(lambda: row.end(kept.count.kept or has_effect, _what_was_done(kept)))
     undo.replace(torch.utils.checkpoint, "checkpoint", _keeping(kept))
 
 
@@ -92,8 +96,7 @@ def _apply(run: Run, row: Row) -> None:
     step = run.plan.step
     if step is not None and step.keep is not None:
         row.report(run.plan.kept_attention)
-        has_effect = bool(run.plan.kept_blocks_text)  # whether attention is kept or not
-        keep_attention(run.undo, replace(row, without_effect=row.report) if has_effect else row, step.keep)
+        keep_attention(run.undo, row, step.keep, has_effect=bool(run.plan.kept_blocks_text))
     elif row.own and not run.plan.kept_blocks_text:
         off = "WANSHIM_KEEP is off" if run.read.keep == "off" else "there is no room"
         row.without_effect(f"attention is not kept: {refusal(run.call) or off}")

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from wanshim.errors import FeatureUnavailable
@@ -165,42 +166,40 @@ class Run:
     undo: Undo
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Where a step's statements go: its feature's row in the report, or that of the plan if the feature is off.
+    """The row of the report for a step's statements: that of its feature, or that of the plan if the feature is off.
 
     Args:
-        report: takes a statement.
-        lead: takes a statement that the whole report begins with.
-        without_effect: takes the reason why the feature does nothing in this run.
-        own: the feature is on.
+        notes: has `append`, and `lead` for the statement that the whole report begins with.
+        fall_back: takes the reason why the feature does nothing in this run; None: the feature is off.
     """
 
-    report: Report
-    lead: Report
-    without_effect: Report
-    own: bool
+    def __init__(self, notes: Any, fall_back: Report | None = None) -> None:
+        self._notes, self._fall_back = notes, fall_back
+        self.own = fall_back is not None
+        self.muted = False  # while what a step has done is not done by the end of the run
 
     @classmethod
     def of(cls, report: Report) -> Row:
         """A row of which every statement goes to `report`."""
-        return cls(report=report, lead=report, without_effect=report, own=False)
+        return cls(SimpleNamespace(append=report, lead=report))
 
-    def unless(self, silent: Callable[[], bool]) -> Row:
-        """The same row, which takes no statement while `silent` is true."""
+    def report(self, text: str) -> None:
+        if not self.muted:
+            self._notes.append(text)
 
-        def checked(report: Report) -> Report:
-            return lambda text: None if silent() else report(text)
+    def lead(self, text: str) -> None:
+        """Report a statement that the whole report begins with."""
+        self._notes.lead(text)
 
-        return replace(
-            self,
-            report=checked(self.report),
-            lead=checked(self.lead),
-            without_effect=checked(self.without_effect),
-        )
+    def without_effect(self, reason: str) -> None:
+        """Report why the feature does nothing in this run; the call is left to the framework once."""
+        if not self.muted:
+            (self._fall_back or self._notes.append)(reason)
+            self._fall_back = None
 
     def end(self, effect: object, text: str) -> None:
-        """What a step has done by the end of the run, or, without an effect, why nothing."""
+        """Report what a step has done by the end of the run, or, without an effect, why nothing."""
         (self.report if effect else self.without_effect)(text)
 
 

@@ -7,7 +7,16 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from tests.distributed.decoding.ranks import run_ranks, values
-from wanshim.core.strategy import KeptOn, Limits, StepSettings, Strategy, TrainingPlan, agreed
+from wanshim.core.strategy import (
+    KeptOn,
+    Limits,
+    StepSettings,
+    Strategy,
+    TrainingPlan,
+    check_alike,
+    failing_together,
+    least_of_all,
+)
 from wanshim.errors import PlacementInvalid, RanksFailed
 
 
@@ -21,6 +30,14 @@ def plan(rank: int, device: str, available: int, changes: dict[str, str]) -> Tra
     )  # fmt: skip
 
 
+def agreed(decide: Callable[[Limits], TrainingPlan], measure: Callable[[], Limits]) -> TrainingPlan:
+    """The plan of this rank, as a training call comes to it."""
+    with failing_together():
+        found = decide(least_of_all(measure()))
+        check_alike(found)
+    return found
+
+
 def case(rank: int, available: int, changes: dict[str, str], decided: list[int]) -> TrainingPlan:
     device = f"cuda:{rank}"
 
@@ -28,7 +45,7 @@ def case(rank: int, available: int, changes: dict[str, str], decided: list[int])
         decided.append(limits.available[device])
         return plan(rank, device, limits.available[device], changes)
 
-    return agreed(decide, lambda: Limits(available={device: available}), wait_s=60)
+    return agreed(decide, lambda: Limits(available={device: available}))
 
 
 def alike(rank: int) -> list[object]:
@@ -49,7 +66,6 @@ def less_host_memory_on_one(rank: int) -> list[object]:
     found = agreed(
         lambda limits: plan(rank, f"cuda:{rank}", limits.host, {}),
         lambda: Limits(available={f"cuda:{rank}": 9}, host=7 - 3 * rank),
-        wait_s=60,
     )
     return [found.shared["step"]]
 
@@ -69,7 +85,20 @@ def one_fails(rank: int) -> str:
         return Limits(available={"cuda:0": 7})
 
     try:
-        agreed(lambda limits: plan(0, "cuda:0", 7, {}), measure, wait_s=60)
+        agreed(lambda limits: plan(0, "cuda:0", 7, {}), measure)
+    except (RanksFailed, PlacementInvalid) as error:
+        return f"{type(error).__name__}: {error}"
+    return "agreed"
+
+
+def one_cannot_decide(rank: int) -> str:
+    def decide(limits: Limits) -> TrainingPlan:
+        if rank == 0:
+            raise PlacementInvalid("no plan here")
+        return plan(rank, "cuda:0", 7, {})
+
+    try:
+        agreed(decide, Limits)
     except (RanksFailed, PlacementInvalid) as error:
         return f"{type(error).__name__}: {error}"
     return "agreed"
@@ -77,15 +106,17 @@ def one_fails(rank: int) -> str:
 
 def one_leaves_it_to_the_framework(rank: int) -> str:
     own = TrainingPlan(strategy=Strategy.RESIDENT, devices=("cuda:0",), step=None)
+    limits = Limits(available={"cuda:0": 7}) if rank else Limits()
     try:
-        agreed(lambda limits: plan(0, "cuda:0", 7, {}) if rank else own, Limits, wait_s=60)
+        agreed(lambda limits: plan(0, "cuda:0", 7, {}) if rank else own, lambda: limits)
     except RanksFailed as error:
         return str(error)
     return "agreed"
 
 
 CASES: tuple[Callable[[int], object], ...] = (
-    alike, less_on_one, less_host_memory_on_one, other_changes, one_fails, one_leaves_it_to_the_framework,
+    alike, less_on_one, less_host_memory_on_one, other_changes, one_fails, one_cannot_decide,
+    one_leaves_it_to_the_framework,
 )  # fmt: skip
 
 
@@ -102,7 +133,7 @@ def test_ranks_run_by_one_plan_or_none() -> None:
     step = first["less_on_one"][1]
     assert step == second["less_on_one"][1]
     assert (step["num_kept_blocks"], step["keep"]) == ([4], None)
-    assert (first["less_on_one"][0], second["less_on_one"][0]) == ([7, 4], [4, 4])
+    assert (first["less_on_one"][0], second["less_on_one"][0]) == ([4], [4])
     assert first["less_host_memory_on_one"][0]["num_kept_blocks"] == [4]
     assert first["less_host_memory_on_one"] == second["less_host_memory_on_one"]
     assert first["other_changes"] == second["other_changes"]
@@ -110,5 +141,9 @@ def test_ranks_run_by_one_plan_or_none() -> None:
     assert "blocks are compiled" in first["other_changes"]
     assert first["one_fails"].startswith("RanksFailed: no plan for this job: rank 1: PlacementInvalid: no step fits")
     assert second["one_fails"].startswith("PlacementInvalid: no step fits here")
+    assert first["one_cannot_decide"].startswith("PlacementInvalid: no plan here")
+    assert second["one_cannot_decide"].startswith(
+        "RanksFailed: no plan for this job: rank 0: PlacementInvalid: no plan here"
+    )
     assert first["one_leaves_it_to_the_framework"] == second["one_leaves_it_to_the_framework"]
     assert "rank 0: resident on cuda:0" in second["one_leaves_it_to_the_framework"]

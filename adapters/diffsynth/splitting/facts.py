@@ -33,7 +33,7 @@ def read_facts(call: TrainingCall) -> RunFacts:
     """The facts of the largest sample that any rank looked at, the same on all ranks; what no sample shows is assumed
     from the attributes of the training module and the arguments of the script."""
     mine, assumed = _largest(_look_at_samples(call)), assumed_facts(call)
-    largest = _largest([facts for facts in gathered(mine) if facts])
+    largest = _largest([facts for facts in gathered(mine, "wanshim/facts") if facts])
     video = Video(**largest["video"]) if "video" in largest else None
     return RunFacts(
         checkpointing=mine.get("checkpointing", assumed.checkpointing),
@@ -156,54 +156,46 @@ def _facts_of_inputs(pipe: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
     return facts
 
 
-def compare_forwards(call: TrainingCall, undo: Undo, differs: Callable[..., None]) -> None:
-    """Until `undo` ends, call `differs` before each forward that is larger than all known before it, or whose inputs
-    ask for other checkpoints than the facts of `call` say, with the new facts; and after the first one, if checkpoints
-    ran in it against its inputs.
+class ForwardWatch:
+    """The forwards of a run, compared with the facts that its plan rests on, until `undo` ends.
 
     Args:
-        differs: gets the facts, and as `ran` whether the forward has been computed; raises if the run cannot go on.
+        differs: called before each forward that is larger than all known before it, or whose inputs ask for other
+            checkpoints than the facts of `call` say, and after the first one, if checkpoints ran in it against its
+            inputs; gets the new facts, and as `ran` whether the forward has been computed; raises if the run cannot go
+            on.
     """
-    facts, first = call.facts, True
 
-    def compare(found: RunFacts, *, ran: bool) -> None:
-        nonlocal facts
-        if found != facts:
-            differs(found, ran=ran)
-            facts = found
+    def __init__(self, call: TrainingCall, undo: Undo, differs: Callable[..., None]) -> None:
+        self._pipe, self._facts, self._differs = call.pipe, call.facts, differs
+        self._first, self._checkpoints = True, 0
+        undo.replace(call.pipe, "model_fn", self._compared)
 
-    def compared(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _compare(self, found: RunFacts, *, ran: bool) -> None:
+        if found != self._facts:
+            self._differs(found, ran=ran)
+            self._facts = found
+
+    def _compared(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def model_fn(*args: Any, **inputs: Any) -> Any:
-            nonlocal first
             if not torch.is_grad_enabled():
                 return original(*args, **inputs)
-            seen = _facts_of_inputs(call.pipe, DEFAULTS | inputs if first else {"latents": inputs.get("latents")})
-            compare(facts.with_forward(**seen), ran=False)
-            if not first:
+            shown = DEFAULTS | inputs if self._first else {"latents": inputs.get("latents")}
+            self._compare(self._facts.with_forward(**_facts_of_inputs(self._pipe, shown)), ran=False)
+            if not self._first:
                 return original(*args, **inputs)
-            first = False
+            self._first = False
             with Undo() as counting:
-                checkpoints = _count_checkpoints(counting)
+                counting.replace(torch.utils.checkpoint, "checkpoint", self._counted)
                 result = original(*args, **inputs)
-            compare(replace(facts, checkpointing=checkpoints() > 0), ran=True)
+            self._compare(replace(self._facts, checkpointing=self._checkpoints > 0), ran=True)
             return result
 
         return model_fn
 
-    undo.replace(call.pipe, "model_fn", compared)
-
-
-def _count_checkpoints(undo: Undo) -> Callable[[], int]:
-    """The number of calls of torch's checkpoint so far, counted until `undo` ends."""
-    count = 0
-
-    def counted(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _counted(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def checkpoint(*args: object, **kwargs: object) -> Any:
-            nonlocal count
-            count += 1
+            self._checkpoints += 1
             return original(*args, **kwargs)
 
         return checkpoint
-
-    undo.replace(torch.utils.checkpoint, "checkpoint", counted)
-    return lambda: count

@@ -118,12 +118,7 @@ def _is_low_precision(pipe: Any, read: Settings) -> bool:
 
 
 def _request(call: TrainingCall, read: Settings, *, planned: bool, keeps: bool) -> Request:
-    named = named_plan(read)
-    changes = {
-        step.feature: step.changes_blocks.format(value=getattr(read, step.setting))
-        for step in (eight_bit_compute.STEP, compiled_blocks.STEP)
-        if step.asked(read) and step.refusal(call, read) is None
-    }
+    named, changes = named_plan(read), block_changes(call, read)
     if read.chunk == "auto":
         chunks: tuple[int | None, ...] = (None,) if compiled_blocks.STEP.feature in changes else (None, CHUNK_TOKENS)
     else:
@@ -140,6 +135,15 @@ def _request(call: TrainingCall, read: Settings, *, planned: bool, keeps: bool) 
         keep_blocks=keep_blocks if keeps and kept_blocks.refusal(call) is None else False,
         block_changes=changes,
     )
+
+
+def block_changes(call: TrainingCall, read: Settings) -> dict[str, str]:
+    """The statement of each thing that the settings ask the blocks to compute otherwise, by feature."""
+    return {
+        step.feature: step.changes_blocks.format(value=getattr(read, step.setting))
+        for step in (eight_bit_compute.STEP, compiled_blocks.STEP)
+        if step.asked(read) and step.refusal(call, read) is None
+    }
 
 
 def named_plan(read: Settings) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -13,8 +13,8 @@ import torch
 
 from wanshim.adapters.diffsynth import checkpoint_offload, kept_attention, kept_blocks, resume
 from wanshim.adapters.diffsynth.splitting import low_precision, refusals, side_models
-from wanshim.adapters.diffsynth.splitting.facts import compare_forwards, read_facts
-from wanshim.adapters.diffsynth.splitting.job import named_plan, read_job
+from wanshim.adapters.diffsynth.splitting.facts import ForwardWatch, read_facts
+from wanshim.adapters.diffsynth.splitting.job import block_changes, named_plan, read_job
 from wanshim.adapters.diffsynth.splitting.load import split_pipeline, too_few_devices, trains_on_one_device
 from wanshim.adapters.diffsynth.splitting.own_loop import expect_steps
 from wanshim.adapters.diffsynth.splitting.steps import STEPS
@@ -28,10 +28,12 @@ from wanshim.core.strategy import (
     Strategy,
     TrainingJob,
     TrainingPlan,
-    agreed,
     available_on,
+    check_alike,
     decide,
     decide_again,
+    failing_together,
+    least_of_all,
 )
 from wanshim.errors import FeatureUnavailable, PlacementInvalid
 from wanshim.settings import FAST, Settings
@@ -58,54 +60,45 @@ def prepare(call: TrainingCall, on: Mapping[str, SeamState], undo: Undo) -> None
         RanksFailed: the ranks have no plan in common.
     """
     lead = on.get(MODEL_SPLIT) or next(iter(on.values()))
-    read = lead.settings
-    reasons: dict[str, str] = {}  # by statement
-    made: list[tuple[Callable[[Settings], TrainingJob], TrainingJob, SplitHandle | None]] = []
-    saves_state = resume.STEP.feature in on and resume.STEP.asked(read)
-    if SIZED & on.keys() and call.dit is not None:
+    read, is_sized = lead.settings, bool(SIZED & on.keys())
+    if is_sized and call.dit is not None:
         call = replace(call, known=read_facts(call))
-    agreed_on: list[Limits] = []
-
-    def measure() -> Limits:
-        planned = MODEL_SPLIT in on and _is_planned(call, read, on[MODEL_SPLIT])
-        reasons.update(_refused(call, read, on, planned))
-        handle = _placed(call, read, lead, undo) if planned else None
-        job_of = partial(read_job, call, handle, planned=planned, keeps=planned or KEPT in on)
-        job = job_of(read)
-        made.append((job_of, job, handle))
-        return Limits(
-            available=available_on(job.devices),
-            host=_host_memory(call, job),
-            expandable_segments=read.expandable_segments,
-        )
-
-    def plan_for(limits: Limits) -> TrainingPlan:
-        job_of, job, _ = made[0]
-        agreed_on[:] = [limits]
-        for less in chain([job], map(job_of, _without_what_fast_asked(read))):
-            try:
-                plan = replace(decide(less, limits), saves_state=saves_state)
-                _check_pipeline(plan, less)
-            except (PlacementInvalid, FeatureUnavailable) as error:
-                reason = error
-            else:
-                return plan
-        raise reason
-
     if MODEL_SPLIT in on:
         expect_steps(undo)
-    plan = agreed(plan_for, measure)
+    with failing_together():
+        planned = MODEL_SPLIT in on and _is_planned(call, read, on[MODEL_SPLIT])
+        left_out = _refused(call, read, on, planned)
+        handle = _placed(call, read, lead, undo) if planned else None
+        job_of = partial(read_job, call, handle, planned=planned, keeps=planned or KEPT in on)
+        job = job_of(read) if is_sized else None
+        limits = least_of_all(_limits(call, job, read) if job is not None else Limits())
+        if job is not None:
+            plan = _first_plan(chain([job], map(job_of, _without_what_fast_asked(read))), limits)
+            left_out |= _left_out(job, plan)
+        else:
+            plan = TrainingPlan(
+                strategy=Strategy.RESIDENT,
+                devices=(str(call.device),),
+                step=None,
+                block_changes=block_changes(call, read),
+            )
+        plan = replace(plan, saves_state=resume.STEP.feature in on and resume.STEP.asked(read))
+        check_alike(plan)
     for text in filter(None, (*plan.notes, plan.choice)):
         lead.notes.append(text)
-    reasons.update(_left_out(made[0][1], plan))
-    run = Run(call=call, read=read, plan=plan, handle=made[0][2], undo=undo)
-    own = {feature: seam for feature, seam in on.items() if feature != MODEL_SPLIT}  # the plan has more than one step
-    rows = {feature: _row(own.get(feature), lead) for feature in {step.feature for step in STEPS}}
-    kept = KeptInBackward(run, rows, made[0][1], agreed_on[0])
+    rows = {
+        # the plan has more than one step, and its row is nobody's own
+        step.feature: Row(seam.notes, seam.fall_back)
+        if step.feature != MODEL_SPLIT and (seam := on.get(step.feature)) is not None
+        else Row(lead.notes)
+        for step in STEPS
+    }
+    run = Run(call=call, read=read, plan=plan, handle=handle, undo=undo)
+    kept = KeptInBackward(run, rows, job, limits)
     for step in STEPS:
         row = rows[step.feature]
-        if step.without in reasons:
-            row.without_effect(f"{step.without}: {reasons[step.without]}")
+        if step.without in left_out:
+            row.without_effect(f"{step.without}: {left_out[step.without]}")
             continue
         if step.changes_blocks:
             if step.feature not in plan.block_changes:
@@ -116,7 +109,7 @@ def prepare(call: TrainingCall, on: Mapping[str, SeamState], undo: Undo) -> None
         else:
             step.apply(run, row)
     if call.known is not None and hasattr(call.pipe, "model_fn"):
-        compare_forwards(call, undo, kept.plan_again)
+        ForwardWatch(call, undo, kept.plan_again)
     if plan.outcome:
         lead.notes.append(plan.outcome)
     if MODEL_SPLIT in on and plan.changes_nothing and read.base is None:
@@ -128,13 +121,13 @@ class KeptInBackward:
     training has begun.
 
     Args:
-        job, limits: those that the plan was made for.
+        job, limits: those that the plan was made for; None: the run is not planned.
     """
 
-    def __init__(self, run: Run, rows: Mapping[str, Row], job: TrainingJob, limits: Limits) -> None:
+    def __init__(self, run: Run, rows: Mapping[str, Row], job: TrainingJob | None, limits: Limits) -> None:
         self._run, self._rows, self._job, self._limits = run, rows, job, limits
         self._steps: list[Step] = []
-        self._undo, self._changing = Undo(), False
+        self._undo = Undo()
 
     def apply(self, step: Step) -> None:
         """Apply a step, until the run ends or its plan changes."""
@@ -144,8 +137,7 @@ class KeptInBackward:
         self._apply(step)
 
     def _apply(self, step: Step) -> None:
-        row = self._rows[step.feature].unless(lambda: self._changing)  # not: what was done by the end of the run
-        step.apply(replace(self._run, undo=self._undo), row)
+        step.apply(replace(self._run, undo=self._undo), self._rows[step.feature])
 
     def plan_again(self, facts: RunFacts, *, ran: bool) -> None:
         """Decide anew for facts that differ from those of the plan.
@@ -157,6 +149,7 @@ class KeptInBackward:
             PlacementInvalid: the step does not fit, with both sizes.
         """
         plan, job = self._run.plan, self._job
+        assert job is not None  # or no facts were known
         new = replace(
             job, video=facts.video, sizes="", checkpointing=facts.checkpointing, offloads_itself=facts.offloading
         )
@@ -179,10 +172,13 @@ class KeptInBackward:
             self._rows[MODEL_SPLIT].report(f"planned again for {found}, after {planned}: {what}")
         if not changes or ran or plan.strategy is Strategy.PIPELINE:
             return
-        self._changing = True
-        self._undo.remove()
-        self._changing = False
         self._run = replace(self._run, plan=again)
+        changing = {self._rows[step.feature] for step in self._steps}
+        for row in changing:
+            row.muted = True
+        self._undo.remove()
+        for row in changing:
+            row.muted = False
         for step in self._steps:
             self._apply(step)
 
@@ -191,6 +187,14 @@ def _described(job: TrainingJob) -> str:
     recomputed = "recomputed" if job.checkpointing else "kept"
     size = f"{job.video.tokens} tokens" if job.video is not None else "unknown size"
     return f"{size}{' (assumed)' * bool(job.sizes)} with activations {recomputed}"
+
+
+def _limits(call: TrainingCall, job: TrainingJob, read: Settings) -> Limits:
+    return Limits(
+        available=available_on(job.devices),
+        host=_host_memory(call, job),
+        expandable_segments=read.expandable_segments,
+    )
 
 
 def _host_memory(call: TrainingCall, job: TrainingJob) -> int:
@@ -203,19 +207,6 @@ def _host_memory(call: TrainingCall, job: TrainingJob) -> int:
     others = max(0, host_bytes(call.model) - waiting)
     allocated = max(0, host_memory.own_bytes() - others)  # what is mapped from files is available already
     return available + min(waiting, allocated, available // 3)
-
-
-def _row(seam: SeamState | None, lead: SeamState) -> Row:
-    if seam is None:
-        return Row(report=lead.notes.append, lead=lead.notes.lead, without_effect=lead.notes.append, own=False)
-    left = False
-
-    def without_effect(reason: str) -> None:
-        nonlocal left
-        (seam.notes.append if left else seam.fall_back)(reason)  # a call is left to the framework once
-        left = True
-
-    return Row(report=seam.notes.append, lead=seam.notes.lead, without_effect=without_effect, own=True)
 
 
 def _refused(call: TrainingCall, read: Settings, on: Mapping[str, SeamState], planned: bool) -> dict[str, str]:
@@ -237,6 +228,19 @@ def _refused(call: TrainingCall, read: Settings, on: Mapping[str, SeamState], pl
             _warn_of(step, reason)
             found[step.without] = reason
     return found
+
+
+def _first_plan(jobs: Iterable[TrainingJob], limits: Limits) -> TrainingPlan:
+    """The plan of the first of these jobs that has one, else the error of the last."""
+    for job in jobs:
+        try:
+            plan = decide(job, limits)
+            _check_pipeline(plan, job)
+        except (PlacementInvalid, FeatureUnavailable) as error:
+            reason = error
+        else:
+            return plan
+    raise reason
 
 
 def _without_what_fast_asked(read: Settings) -> Iterator[Settings]:

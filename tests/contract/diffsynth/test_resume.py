@@ -99,6 +99,22 @@ def test_resumed_run_has_the_samples_draws_losses_and_files_of_the_undisturbed_o
     assert str(wanshim.report()).splitlines()[0] == f"{NAME}: {note()}"
 
 
+@pytest.mark.parametrize("variables", [{}, {"WANSHIM_COMPUTE": "int8"}], ids=["alone", "in eight bits"])
+def test_run_whose_memory_nobody_plans_is_told_no_peak_and_looks_at_no_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    wanshim.activate()
+    train(tmp_path / "out", epochs=1)
+    rows = wanshim.report().rows
+    said = "\n".join(text for row in rows for text in row.notes)
+    assert "begins at step 0" in said
+    assert ("multiply in int8" in said) == bool(variables)
+    assert "predicted" not in said
+    assert "assumed" not in said
+
+
 OVER_TWO = {"WANSHIM_DEVICES": "cpu,cpu"}
 KEPT_IN_INT8 = {"WANSHIM_KEEP": "blocks", "WANSHIM_COMPUTE": "int8", "WANSHIM_PLAN": "auto"}
 KEEP_ATTENTION = {"WANSHIM_KEEP": "attention", "WANSHIM_OFFLOAD": "on"}

@@ -1,6 +1,6 @@
 """How a training job runs: the job and the machine's limits as data, the decision, and the plan."""
 
-from wanshim.core.strategy.agree import agreed, gathered
+from wanshim.core.strategy.agree import check_alike, failing_together, gathered, least_of_all
 from wanshim.core.strategy.block_trace import trace_block
 from wanshim.core.strategy.candidates import CHUNK_TOKENS, StepSettings
 from wanshim.core.strategy.job import Limits, Request, SideModel, TrainingJob, Video
@@ -24,11 +24,13 @@ __all__ = [
     "TrainingJob",
     "TrainingPlan",
     "Video",
-    "agreed",
     "available_on",
+    "check_alike",
     "decide",
     "decide_again",
+    "failing_together",
     "gathered",
+    "least_of_all",
     "predict",
     "store_of",
     "trace_block",
