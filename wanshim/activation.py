@@ -97,7 +97,8 @@ class Activation:
             )
         text = text if text is not None else read.features or "auto"
         auto = {name: feature.auto for name, feature in self.known().features.items()}
-        return features.select(text, auto, self.switched(read))
+        found = features.select(text, auto, self.switched(read))
+        return replace(found, reasons={name: hand_over.as_written(why) for name, why in found.reasons.items()})
 
     def switched(self, read: settings.Settings) -> dict[str, str]:
         """The features that a variable of their own switches on, with its name."""

@@ -6,6 +6,7 @@ A rank's failure file is in the run's folder, and beside it the files of `mark_r
 
 from __future__ import annotations
 
+import json
 import os
 from contextlib import suppress
 from dataclasses import replace
@@ -17,6 +18,8 @@ RUN_PREFIX = "WANSHIM_RUN_PREFIX"  # set by `wanshim run`: whose Python it belon
 # Set by `wanshim run`: the file in which a rank says what ended it; with `--gpus`, the number of the rank and of all
 # ranks, as in 0/2.
 RUN_FAILURE, RUN_RANK = "WANSHIM_RUN_FAILURE", "WANSHIM_RUN_RANK"
+# Set by `wanshim run` and `wanshim generate`: which variables they have set, to what, and for which option.
+RUN_OPTIONS = "WANSHIM_RUN_OPTIONS"
 INHERITED = "WANSHIM_INHERITED"  # set by activate() for the processes that this one starts, removed by deactivate()
 EXPANDABLE = "expandable_segments:True"
 
@@ -73,6 +76,14 @@ def inherited() -> str | None:
     """The text that a parent gave `activate`; None where it gave none, or there is no such parent."""
     text = os.environ.get(INHERITED)
     return None if text == FEATURES else text or None
+
+
+def as_written(name: str) -> str:
+    """The option of `wanshim run` that set this variable, such as `--gpus 1`, else the name itself."""
+    if not os.environ.get(RUN_OPTIONS):
+        return name
+    value, option = json.loads(os.environ[RUN_OPTIONS]).get(name, (None, name))
+    return str(option) if os.environ.get(name) == value else name
 
 
 def has_parent() -> bool:

@@ -29,7 +29,7 @@ class SeamRow:
         return _outcome(self.state, self.calls, self.failed_calls, self.fallbacks)
 
 
-NOT_NAMED = ("auto", "all", FAST)  # what selects features that the user did not name
+NOT_NAMED = ("auto", "all", FAST, "--fast")  # what selects features that the user did not name
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -42,16 +43,21 @@ def environment(
         result["WANSHIM_FEATURES"] = features
     if report:
         result.setdefault("WANSHIM_REPORT", "1")
+    asked: dict[str, tuple[str, str]] = {}  # the value and its option, by variable
     if gpus is not None:
-        if not result.get(settings.PLAN) or settings.is_off(result[settings.PLAN]):
-            result[settings.PLAN] = plan_of(gpus)
-        if gpus == 1 and result[settings.PLAN] == "auto":
-            result[settings.DEVICES] = "cuda:0"  # else a plan for all that are in sight
+        plan = result.get(settings.PLAN)
+        if not plan or settings.is_off(plan):
+            plan = plan_of(gpus)
+            asked[settings.PLAN] = plan, f"--gpus {gpus}"
+        if gpus == 1 and plan == "auto":
+            asked[settings.DEVICES] = "cuda:0", "--gpus 1"  # else a plan for all that are in sight
     if fast:
-        result[settings.FAST] = "1"
+        asked[settings.FAST] = "1", "--fast"
     if generate is not None:
-        result[settings.GENERATE] = str(generate)
-    return result
+        asked[settings.GENERATE] = str(generate), f"--gpus {generate}"
+    if asked:
+        result[hand_over.RUN_OPTIONS] = json.dumps(asked)
+    return result | {name: value for name, (value, _) in asked.items()}
 
 
 def plan_of(gpus: int) -> str:

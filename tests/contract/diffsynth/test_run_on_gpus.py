@@ -91,6 +91,39 @@ def test_command_on_one_gpu_is_one_planned_process(
     assert tuple(found.values()) == (None, plan, devices, allocator)
 
 
+SELECTED = """
+import os
+import wanshim
+if os.environ.get("RANK", "0") == "0":
+    print(*(row.selected_by for row in wanshim.report(strict=False).rows if row.feature == "diffsynth.FEATURE"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "feature", "selected_by"),
+    [
+        (["run", "--gpus", "1"], {}, "model_split", "--gpus 1"),
+        pytest.param(["run", "--gpus", "2"], {}, "model_split", "--gpus 2", marks=pytest.mark.slow),
+        pytest.param(
+            ["run", "--gpus", "1"], {"WANSHIM_PLAN": "stream"}, "model_split", "WANSHIM_PLAN", marks=pytest.mark.slow
+        ),
+        (["run"], {"WANSHIM_DEVICES": "cpu,cpu"}, "model_split", "WANSHIM_DEVICES"),
+        (["run", "--fast"], {}, "compiled_blocks", "--fast"),
+        pytest.param(
+            ["run", "--fast"], {"WANSHIM_COMPILE": "1"}, "compiled_blocks", "WANSHIM_COMPILE", marks=pytest.mark.slow
+        ),
+        (["generate", "--gpus", "2"], {}, "generate", "--gpus 2"),
+    ],
+    ids=["one GPU", "two GPUs", "plan", "devices", "fast", "compiled", "generate"],
+)
+def test_report_names_the_option_that_the_user_wrote_and_no_variable_that_it_set(
+    tmp_path: Path, arguments: list[str], variables: dict[str, str], feature: str, selected_by: str
+) -> None:
+    (tmp_path / "train.py").write_text(SELECTED.replace("FEATURE", feature))
+    done = wanshim(*arguments, "--", "train.py", folder=tmp_path, variables=environment(**variables))
+    assert (done.returncode, done.stdout.strip()) == (0, selected_by), done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "variables", "said"),
     [
