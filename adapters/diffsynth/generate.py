@@ -94,14 +94,14 @@ def _parts(pipe: Any) -> dict[str, Any]:
 
 def _tokens(pipe: Any) -> tuple[str, int]:
     """Why the tokens of a forward cannot go over GPUs, or empty; and its attention heads."""
-    from wanshim.adapters.diffsynth.splitting import sequence, wan
+    from wanshim.adapters.diffsynth.splitting import refusals, sequence, wan
     from wanshim.core.sequence import check_shardable
     from wanshim.errors import ModelInvalid
 
     second = wan.FAMILY.second_of(pipe)
     heads = []
     for expert in (pipe, second) if second else (pipe,):
-        reason = sequence.why_not_sharded(expert, wan.FAMILY) or sequence.why_not_sharded(pipe, wan.FAMILY)
+        reason = refusals.why_not_sharded(expert, wan.FAMILY) or refusals.why_not_sharded(pipe, wan.FAMILY)
         if reason:
             return reason, 0
         try:
@@ -119,7 +119,7 @@ def _empty(*, latents: torch.Tensor, context: torch.Tensor, **_: Any) -> torch.T
 def _check(pipe: Any, parts: dict[str, Any], given: dict[str, Any]) -> None:
     from diffsynth.pipelines import wan_video
 
-    from wanshim.adapters.diffsynth.splitting import sequence, wan
+    from wanshim.adapters.diffsynth.splitting import refusals, wan
     from wanshim.adapters.diffsynth.splitting.family import class_of
     from wanshim.core.generation import NotShared
 
@@ -128,7 +128,7 @@ def _check(pipe: Any, parts: dict[str, Any], given: dict[str, Any]) -> None:
     own = wan_video.model_fn_wan_video  # as watched, or as it was when the pipeline was made
     if pipe.model_fn not in (own, getattr(own, "__wrapped__", own)):
         raise NotShared("its model_fn is not DiffSynth's model_fn_wan_video")
-    reason = sequence.why_sharded_by_diffsynth(pipe)
+    reason = refusals.why_sharded_by_diffsynth(pipe)
     if reason:
         raise NotShared(reason)
     for name, reason in OF_A_CALL.items():

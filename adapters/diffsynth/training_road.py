@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -216,7 +217,8 @@ class Step:
         changes_blocks: the statement that bits change, of a step that makes blocks compute otherwise; `{value}` stands
             for the setting's value. It is applied if the plan has the statement, which is reported.
         required: without it the run would be another one, and so a refusal ends the job.
-        apply: makes the run as `Run.plan` says until `Run.undo` ends, and nothing if it does not say so.
+        on: whether the plan of the run has it.
+        apply: makes the run as `Run.plan` says until `Run.undo` ends.
     """
 
     feature: str = MODEL_SPLIT
@@ -226,18 +228,17 @@ class Step:
     without: str = ""
     changes_blocks: str = ""
     required: bool = False
+    on: Callable[[Run], object] = lambda run: True
     apply: Callable[[Run, Row], None]
 
 
-def plan_step(
-    plan: str, refusal: Callable[[TrainingCall, Settings], str | None], apply: Callable[[Run, Row], None]
-) -> Step:
-    """The step of a plan that the settings name."""
+def from_module(module: str, function: str = "apply") -> Callable[[Run, Row], None]:
+    """The function of a module of this adapter, which is imported when the step is on."""
 
-    def asked(read: Settings) -> bool:
-        return read.plan_name == plan
+    def apply(run: Run, row: Row) -> None:
+        getattr(import_module(f"{__package__}.{module}"), function)(run, row)
 
-    return Step(setting="plan", asked=asked, refusal=refusal, required=True, apply=apply)
+    return apply
 
 
 _seams: dict[str, dict[str, SeamState]] = {}  # launcher -> feature -> its seam there

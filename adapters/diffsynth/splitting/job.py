@@ -11,7 +11,7 @@ import torch
 
 from wanshim.adapters.diffsynth import compiled_blocks, eight_bit_compute, kept_attention, kept_blocks
 from wanshim.adapters.diffsynth.checkpoint_offload import offload_asked
-from wanshim.adapters.diffsynth.splitting import refusals, sequence, side_models, streaming
+from wanshim.adapters.diffsynth.splitting import refusals, side_models
 from wanshim.adapters.diffsynth.splitting.micro_batch import KNOWN_DITS, micro_batch
 from wanshim.adapters.diffsynth.training_road import TrainingCall
 from wanshim.core.model_split import SplitHandle
@@ -21,6 +21,7 @@ from wanshim.core.streaming import streamable_bytes
 from wanshim.errors import PlacementInvalid
 from wanshim.settings import Settings
 
+EXCLUDING = {Strategy.STREAM: refusals.stream_refusal, Strategy.SEQUENCE: refusals.sequence_refusal}
 # How a user of DiffSynth makes each change that the core proposes.
 WORDS = {
     "chunks": "chunks of tokens: WANSHIM_CHUNK=auto",
@@ -77,7 +78,7 @@ def read_job(
     inside = sum(blocks[1:], blocks[0])
     everything = store_of(*(m for m in pipe.children() if not side_models.is_elsewhere(m)))
     waiting, excluded = _streamable(pipe.dit)
-    for strategy, refusal in ((Strategy.STREAM, streaming.refusal), (Strategy.SEQUENCE, sequence.refusal)):
+    for strategy, refusal in EXCLUDING.items():
         if (reason := refusal(call, read)) is not None:
             excluded[strategy] = reason
     if handle is not None and (reason := refusals.pipeline_refusal(handle, call, read)) is not None:

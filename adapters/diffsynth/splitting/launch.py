@@ -104,6 +104,8 @@ def prepare(call: TrainingCall, on: Mapping[str, SeamState], undo: Undo) -> None
             if step.feature not in plan.block_changes:
                 continue
             row.report(plan.block_changes[step.feature])
+        if not step.on(run):
+            continue
         if step in KEPT_IN_BACKWARD:
             kept.apply(step)
         else:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wanshim.adapters.diffsynth.training_road import Row, Run, Step, TrainingCall
+from wanshim.adapters.diffsynth.training_road import Row, Run, TrainingCall
 from wanshim.core.strategy import MicroBatch, trace_block
 from wanshim.core.strategy.chunking import chunk_module, chunk_rotary
 from wanshim.settings import Settings
@@ -99,20 +99,14 @@ def chunk_blocks(dit: Any, tokens: int, undo: Undo) -> str:
     )
 
 
-def _apply(run: Run, row: Row) -> None:
-    if run.plan.step is not None and run.plan.step.chunk is not None:
-        row.report(chunk_blocks(run.call.dit, run.plan.step.chunk, run.undo))
+def apply(run: Run, row: Row) -> None:
+    """Run the blocks in the chunks of the plan until the run ends."""
+    assert run.plan.step is not None  # or it had no chunks
+    assert run.plan.step.chunk is not None
+    row.report(chunk_blocks(run.call.dit, run.plan.step.chunk, run.undo))
 
 
-def _refusal(call: TrainingCall, read: Settings) -> str | None:
+def refusal(call: TrainingCall, read: Settings) -> str | None:
+    """Why this job's blocks cannot run in chunks, or None."""
     name = type(call.dit).__name__
     return None if name in KNOWN_DITS else f"{name} is not a model whose blocks are known"
-
-
-STEP = Step(
-    setting="chunk",
-    asked=lambda read: isinstance(read.chunk, int),
-    refusal=_refusal,
-    without="no chunks of tokens",
-    apply=_apply,
-)

@@ -17,12 +17,11 @@ import torch
 import torch.utils.checkpoint
 
 from wanshim.adapters.diffsynth.splitting import side_models
-from wanshim.adapters.diffsynth.training_road import Row, Run, Step
+from wanshim.adapters.diffsynth.training_road import Row, Run
 from wanshim.core.model_split.quantize import quantized_names
 from wanshim.core.pipeline import PendingLoss, Pipeline, in_pipeline
 from wanshim.core.pipeline.average_gradients import average_gradients
 from wanshim.core.shared.files import written_whole
-from wanshim.core.strategy import Strategy
 from wanshim.undo import Undo
 
 BYPASS = "ACCELERATE_BYPASS_DEVICE_MAP"  # accelerate#1368: lets DDP take a model that lies on several devices
@@ -154,11 +153,8 @@ class PipelinedLoop:
         return on_step_end
 
 
-def _over_stages(run: Run, row: Row) -> None:
-    """It saves whole files, and DDP takes a model that lies on several devices."""
-    if run.handle is None:
-        return
-
+def over_stages(run: Run, row: Row) -> None:
+    """Have a run over stages save whole files, and DDP take a model that lies on several devices."""
     call, undo = run.call, run.undo
     undo.replace(call.accelerator, "save", save_whole)
     # torchrun's one process is distributed for accelerate, too, and gets DDP.
@@ -171,11 +167,8 @@ def _over_stages(run: Run, row: Row) -> None:
         keep_out_of_ddp(call.model, frozen, undo)
 
 
-def _in_pipeline(run: Run, row: Row) -> None:
-    if run.plan.strategy is Strategy.PIPELINE and run.handle is not None:
-        call = run.call
-        PipelinedLoop(Pipeline(run.handle), call.accelerator, call.model, call.logger, run.undo)
-
-
-OVER_STAGES = Step(apply=_over_stages)
-STEP = Step(apply=_in_pipeline)
+def in_pipeline_of(run: Run, row: Row) -> None:
+    """Have the loop's micro-batches go into a pipeline over the stages until the run ends."""
+    assert run.handle is not None  # or there was no pipeline in the plan
+    call = run.call
+    PipelinedLoop(Pipeline(run.handle), call.accelerator, call.model, call.logger, run.undo)

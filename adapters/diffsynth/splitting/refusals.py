@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from wanshim.adapters.diffsynth.splitting import flux2, low_precision, wan
-from wanshim.adapters.diffsynth.splitting.family import Family, class_of
+from wanshim.adapters.diffsynth.splitting.family import Family, class_of, part_of
 from wanshim.adapters.diffsynth.training_road import Report, TrainingCall
 from wanshim.core.model_split import SplitHandle
 from wanshim.core.pipeline import refusal as of_model
@@ -117,6 +117,57 @@ def conflict(call: TrainingCall, read: Settings) -> str | None:
         return (
             "the text encoder is kept on the CPU, and DDP takes a model on devices of one kind: cache the prompts first"
         )
+    return None
+
+
+def stream_refusal(call: TrainingCall, read: Settings) -> str | None:
+    """The name of what cannot be streamed in this training job, or None."""
+    pipe, family = call.pipe, family_of(call.dit)
+    reason = conflict(call, read) or refusal(pipe)
+    if reason is not None or family is None:
+        return reason
+    if len(family.blocks) > 1:
+        return f"{family.name} runs {' and '.join(family.blocks)} one after the other, and one list is streamed"
+    if (owner := family.in_place_of_blocks(pipe)) is not None:
+        return f"{owner} computes a block's work from its children, past the hook that brings the block's weights"
+    if read.base is not None:
+        return "WANSHIM_BASE: a quantised weight is more than the bytes that are streamed"
+    if getattr(pipe.dit, "vram_management_enabled", False):
+        return "--fp8_models and --offload_models move the weights themselves"
+    if getattr(pipe.dit, "quantize_config", None) is not None:
+        return "--quant_options: a quantised weight is more than the bytes that are streamed"
+    if not call.facts.checkpointing:
+        return "backward needs each block's weights again: pass --use_gradient_checkpointing"
+    return None
+
+
+def sequence_refusal(call: TrainingCall, read: Settings) -> str | None:
+    """Why the tokens of a sample cannot be sharded in this training job, by name, or None."""
+    pipe, family = call.pipe, family_of(call.dit)
+    reason = conflict(call, read) or refusal(pipe)
+    if reason is not None or family is None:
+        return reason
+    return (
+        why_not_sharded(pipe, family)
+        or why_sharded_by_diffsynth(pipe)
+        or heads_refusal(pipe.dit.blocks[0].num_heads, read)
+    )
+
+
+def why_not_sharded(pipe: Any, family: Family) -> str | None:
+    """The reason for which this pipeline's forward needs all tokens on one device, or None."""
+    if class_of(pipe.dit) not in family.sharded_classes:
+        return f"{type(pipe.dit).__name__}: the tokens of {family.name}'s blocks are not sharded"
+    for owner in family.sees_all_tokens:
+        if part_of(pipe, owner) is not None:
+            return f"{owner} works between the blocks on all tokens of a frame"
+    return None
+
+
+def why_sharded_by_diffsynth(pipe: Any) -> str | None:
+    """That the pipeline's processes share its tokens without wanshim, or None."""
+    if getattr(pipe, "use_unified_sequence_parallel", False):
+        return "use_usp: DiffSynth shards this pipeline's tokens itself"
     return None
 
 

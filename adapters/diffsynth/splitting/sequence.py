@@ -21,56 +21,21 @@ import torch.distributed as dist
 from wanshim.adapters.diffsynth import compiled_blocks
 from wanshim.adapters.diffsynth.splitting import refusals
 from wanshim.adapters.diffsynth.splitting.data_parallel import count_groups
-from wanshim.adapters.diffsynth.splitting.family import Family, class_of, part_of
 from wanshim.adapters.diffsynth.splitting.pipelined_loop import keep_out_of_ddp, save_whole
-from wanshim.adapters.diffsynth.training_road import Row, Run, TrainingCall, plan_step
+from wanshim.adapters.diffsynth.training_road import Row, Run
 from wanshim.core.model_split.quantize import quantized_names
 from wanshim.core.sequence import BlockList, SequenceHandle, random_states, set_random_states, shard_sequence
 from wanshim.core.shared.digest import digest
 from wanshim.core.shared.tree import flatten
-from wanshim.core.strategy import Strategy
 from wanshim.patching.vae_method import shares_ranks
-from wanshim.settings import Settings
 
 SAVE_SECONDS = 3600.0  # for rank 0 to write a checkpoint while the others wait, as long as it is alive
 VACE_TOKENS = {"c": {3: 1}, "x": {3: 1}, "t_mod": {4: 1}, "freqs": {3: 0}}
 
 
-def refusal(call: TrainingCall, read: Settings) -> str | None:
-    """Why the tokens of a sample cannot be sharded in this training job, by name, or None."""
-    pipe, family = call.pipe, refusals.family_of(call.dit)
-    reason = refusals.conflict(call, read) or refusals.refusal(pipe)
-    if reason is not None or family is None:
-        return reason
-    return (
-        why_not_sharded(pipe, family)
-        or why_sharded_by_diffsynth(pipe)
-        or refusals.heads_refusal(pipe.dit.blocks[0].num_heads, read)
-    )
-
-
-def why_not_sharded(pipe: Any, family: Family) -> str | None:
-    """The reason for which this pipeline's forward needs all tokens on one device, or None."""
-    if class_of(pipe.dit) not in family.sharded_classes:
-        return f"{type(pipe.dit).__name__}: the tokens of {family.name}'s blocks are not sharded"
-    for owner in family.sees_all_tokens:
-        if part_of(pipe, owner) is not None:
-            return f"{owner} works between the blocks on all tokens of a frame"
-    return None
-
-
-def why_sharded_by_diffsynth(pipe: Any) -> str | None:
-    """That the pipeline's processes share its tokens without wanshim, or None."""
-    if getattr(pipe, "use_unified_sequence_parallel", False):
-        return "use_usp: DiffSynth shards this pipeline's tokens itself"
-    return None
-
-
-def _apply(run: Run, row: Row) -> None:
+def apply(run: Run, row: Row) -> None:
     """Shard each sample over the ranks of the plan until the run ends."""
     plan, call, undo = run.plan, run.call, run.undo
-    if plan.strategy is not Strategy.SEQUENCE:
-        return
     from accelerate.state import PartialState
 
     undo.replace(call.accelerator, "save", save_whole)
@@ -106,9 +71,6 @@ def _apply(run: Run, row: Row) -> None:
         held.enter_context(held_by(group, handle.together))
     set_random_states(handle.leader.share(lambda: random_states(device), device), device)
     row.report(str(handle.plan))
-
-
-STEP = plan_step("sequence", refusal, _apply)
 
 
 def _group(ranks: int, accelerator: Any) -> Any:

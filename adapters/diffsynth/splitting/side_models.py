@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from wanshim.adapters.diffsynth.splitting.refusals import family_of
-from wanshim.adapters.diffsynth.training_road import Step
+from wanshim.adapters.diffsynth.training_road import Row, Run
 from wanshim.core.model_split import split_of
 from wanshim.core.model_split.side_models import HOST, can_visit, move_side_model, moved_to
 from wanshim.core.shared.weight_bytes import num_bytes
@@ -111,4 +111,6 @@ def _trains(model: torch.nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in model.parameters())
 
 
-STEP = Step(apply=lambda run, row: move(run.call.pipe, run.plan.side_models, run.plan.devices[0]))
+def apply(run: Run, row: Row) -> None:
+    """Move the side models that leave the first device by the plan."""
+    move(run.call.pipe, run.plan.side_models, run.plan.devices[0])

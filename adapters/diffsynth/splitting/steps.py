@@ -8,19 +8,45 @@ from wanshim.adapters.diffsynth import (
     kept_blocks,
     resume,
 )
-from wanshim.adapters.diffsynth.splitting import micro_batch, pipelined_loop, sequence, side_models, streaming
+from wanshim.adapters.diffsynth.splitting import micro_batch, refusals
+from wanshim.adapters.diffsynth.training_road import Step, from_module
+from wanshim.core.strategy import Strategy
 
 STEPS = (
-    side_models.STEP,
-    pipelined_loop.OVER_STAGES,
-    streaming.STEP,
+    Step(on=lambda run: run.plan.side_models, apply=from_module("splitting.side_models")),
+    Step(on=lambda run: run.handle is not None, apply=from_module("splitting.pipelined_loop", "over_stages")),
+    Step(
+        setting="plan",
+        asked=lambda read: read.plan_name == "stream",
+        refusal=refusals.stream_refusal,
+        required=True,
+        on=lambda run: run.plan.streamed_blocks,
+        apply=from_module("splitting.streaming"),
+    ),
     eight_bit_compute.STEP,
     compiled_blocks.STEP,
-    micro_batch.STEP,
+    Step(
+        setting="chunk",
+        asked=lambda read: isinstance(read.chunk, int),
+        refusal=micro_batch.refusal,
+        without="no chunks of tokens",
+        on=lambda run: run.plan.step is not None and run.plan.step.chunk,
+        apply=micro_batch.apply,
+    ),
     checkpoint_offload.STEP,
     kept_attention.STEP,
     kept_blocks.STEP,
-    pipelined_loop.STEP,
-    sequence.STEP,  # what sums gradients comes after all that changes the blocks
+    Step(
+        on=lambda run: run.plan.strategy is Strategy.PIPELINE,
+        apply=from_module("splitting.pipelined_loop", "in_pipeline_of"),
+    ),
+    Step(  # what sums gradients comes after all that changes the blocks
+        setting="plan",
+        asked=lambda read: read.plan_name == "sequence",
+        refusal=refusals.sequence_refusal,
+        required=True,
+        on=lambda run: run.plan.strategy is Strategy.SEQUENCE,
+        apply=from_module("splitting.sequence"),
+    ),
     resume.STEP,  # last: what it restores has its place by then
 )

@@ -22,7 +22,6 @@ from tests.contract.diffsynth.training import FEATURE, Logger, Samples, Training
 from wanshim import settings
 from wanshim.adapters.diffsynth import checkpoint_offload
 from wanshim.adapters.diffsynth.splitting import flux2, refusals
-from wanshim.adapters.diffsynth.splitting import streaming as streaming_step
 from wanshim.adapters.diffsynth.splitting.job import read_job
 from wanshim.adapters.diffsynth.training_road import TrainingCall
 from wanshim.core.model_split import split_of
@@ -219,7 +218,7 @@ def test_what_cannot_be_streamed_is_refused_by_name(
 def test_flux2_is_refused_for_its_two_lists_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refusals, "family_of", lambda dit: flux2.FAMILY)
     monkeypatch.setattr(refusals, "refusal", lambda pipe: None)
-    assert "one list is streamed" in str(streaming_step.refusal(call_of(Training(), None), settings.read()))
+    assert "one list is streamed" in str(refusals.stream_refusal(call_of(Training(), None), settings.read()))
 
 
 def test_model_that_is_split_already_is_not_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
