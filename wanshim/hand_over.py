@@ -6,7 +6,6 @@ A rank's failure file is in the run's folder, and beside it the files of `mark_r
 
 from __future__ import annotations
 
-import json
 import os
 from contextlib import suppress
 from dataclasses import replace
@@ -18,7 +17,8 @@ RUN_PREFIX = "WANSHIM_RUN_PREFIX"  # set by `wanshim run`: whose Python it belon
 # Set by `wanshim run`: the file in which a rank says what ended it; with `--gpus`, the number of the rank and of all
 # ranks, as in 0/2.
 RUN_FAILURE, RUN_RANK = "WANSHIM_RUN_FAILURE", "WANSHIM_RUN_RANK"
-# Set by `wanshim run` and `wanshim generate`: which variables they have set, to what, and for which option.
+# Set by `wanshim run` and `wanshim generate`: a line for each variable that they have
+# set: the option that it stands for, a tab and the assignment.
 RUN_OPTIONS = "WANSHIM_RUN_OPTIONS"
 INHERITED = "WANSHIM_INHERITED"  # set by activate() for the processes that this one starts, removed by deactivate()
 EXPANDABLE = "expandable_segments:True"
@@ -80,10 +80,9 @@ def inherited() -> str | None:
 
 def as_written(name: str) -> str:
     """The option of `wanshim run` that set this variable, such as `--gpus 1`, else the name itself."""
-    if not os.environ.get(RUN_OPTIONS):
-        return name
-    value, option = json.loads(os.environ[RUN_OPTIONS]).get(name, (None, name))
-    return str(option) if os.environ.get(name) == value else name
+    asked = (line.partition("\t")[::2] for line in os.environ.get(RUN_OPTIONS, "").splitlines())
+    assigned = f"{name}={os.environ.get(name)}"
+    return next((option for option, variable in asked if variable == assigned), name)
 
 
 def has_parent() -> bool:

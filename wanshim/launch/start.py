@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -56,7 +55,8 @@ def environment(
     if generate is not None:
         asked[settings.GENERATE] = str(generate), f"--gpus {generate}"
     if asked:
-        result[hand_over.RUN_OPTIONS] = json.dumps(asked)
+        lines = (f"{option}\t{name}={value}" for name, (value, option) in asked.items())
+        result[hand_over.RUN_OPTIONS] = "\n".join(lines)
     return result | {name: value for name, (value, _) in asked.items()}
 
 
