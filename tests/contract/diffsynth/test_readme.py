@@ -45,5 +45,5 @@ def test_command_trains_each_sample_on_both_processes_and_writes_one_lora(tmp_pa
     found = travel(road.command, road.arguments, tmp_path / "ours", alone / "checkpoint", on_cpu=True)
     reference.join(300)
     assert reference.exitcode == 0
-    check(road, found, Arrival(alone, ""))
+    check(road, found, Arrival(alone, "", frozenset()))
     assert len(list((found.folder / "out").glob("*.safetensors"))) == 1
