@@ -137,7 +137,7 @@ def test_step_after_a_meeting_is_the_one_before_it(make: Make) -> None:
     groups = [make(place) for place in range(3)]
     for group in groups:
         group.watch.at("block 3")
-    at_once(*(lambda group=group: group.meet("here", 60.0) for group in groups))
+    at_once(*(lambda group=group: group.gather_text("here", "") for group in groups))
     assert {group.watch.step for group in groups} == {"block 3"}
 
 

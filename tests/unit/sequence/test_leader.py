@@ -32,11 +32,10 @@ class Rank:
     def published(self, key: str, step: str) -> str:
         return self.left[key]
 
-    def send_from_first(self, tensor: torch.Tensor) -> None:
-        self.left.setdefault("sent to", []).append(tensor.device.type)
-
-    def receive_from_first(self, shape: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
+    def from_first(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.rank == 0:
+            self.left.setdefault("sent to", []).append(tensor.device.type)
+        return tensor
 
 
 def leader(rank: int, left: dict[str, Any]) -> Leader:

@@ -155,21 +155,15 @@ class SequenceGroup:
         sends = [mine if other else None for other in others]
         return self.exchange(sends, [p if other else None for p, other in zip(places, others, strict=True)])
 
-    def send_from_first(self, tensor: torch.Tensor) -> None:
-        """From the first rank to every other one, which calls `receive_from_first`."""
+    def from_first(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the first rank's on every rank; the others' is contiguous, and filled in place."""
         data = tensor.contiguous().reshape(-1).view(torch.uint8)
-        sends = [data if rank else None for rank in range(self.size)]
-        nothing = [data.new_empty(0) if rank else None for rank in range(self.size)]
-        self.exchange(sends, nothing).wait()
-
-    def receive_from_first(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        out = torch.empty(tuple(shape), dtype=dtype, device=device)
-        data = out.reshape(-1).view(torch.uint8)
-        others: list[torch.Tensor | None] = [
-            None if rank == self.rank else data.new_empty(0) for rank in range(self.size)
-        ]
-        self.exchange(others, [data, *others[1:]]).wait()
-        return out
+        nothing = [None if rank == self.rank else data.new_empty(0) for rank in range(self.size)]
+        if self.rank == 0:
+            self.exchange([None, *[data] * (self.size - 1)], nothing).wait()
+        else:
+            self.exchange(nothing, [data, *nothing[1:]]).wait()
+        return tensor
 
     def publish(self, key: str, text: str) -> None:
         """Have the other ranks read `text`, each once, with `published`."""
@@ -197,14 +191,6 @@ class SequenceGroup:
             text if rank == self.rank else self.published(f"{place}/{rank}", f"{key} of rank {self.ranks[rank]}")
             for rank in range(self.size)
         ]
-
-    def meet(self, key: str, seconds: float) -> None:
-        """Return when every rank has come."""
-        before = self.watch.step
-        self.watch.at("waiting for the other ranks")
-        self.store.add(key, 1)
-        self.poll(lambda: self.store.add(key, 0) >= self.size, interval=0.005, seconds=seconds)
-        self.watch.at(before)
 
     def complete(self, work: Any) -> None:
         """Wait for one work: on the stream (CUDA) or on the host, within the deadline (CPU)."""
@@ -237,7 +223,7 @@ class SequenceGroup:
     def disconnect(self) -> None:
         """Close the connections on every rank, once all have come and nothing is in flight. The next exchange connects
         anew, on any device."""
-        self.meet(f"disconnecting/{self._connections}", self.deadline)
+        self.gather_text("disconnecting", "")
         self._leave_peers()
 
     def close(self) -> None:

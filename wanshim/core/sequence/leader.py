@@ -59,13 +59,13 @@ class Leader:
             sent = [[name, list(tensor.shape), dtypes[name]] for name, tensor in tensors.items()]
             group.publish(key, json.dumps({"made": described, "tensors": sent}))
             for tensor in tensors.values():
-                group.send_from_first(tensor.detach().to(device))
+                group.from_first(tensor.detach().to(device))
             return made
         found = json.loads(group.published(key, f"what rank {group.ranks[0]} makes for the group"))
         if "own" in found:
             return make()
         received = {
-            name: group.receive_from_first(shape, getattr(torch, dtype), device)
+            name: group.from_first(torch.empty(shape, dtype=getattr(torch, dtype), device=device))
             for name, shape, dtype in found["tensors"]
         }
         return rebuild(found["made"], lambda at: received[at["tensor"]].cpu() if at["cpu"] else received[at["tensor"]])

@@ -52,7 +52,7 @@ def match_weights(group: SequenceGroup, tensors: Mapping[str, torch.Tensor]) -> 
     different = [name for name in names if len({entries.get(name) for entries in ranks}) > 1]
     refused = [name for name in different if not _can_be_sent([entries.get(name) for entries in ranks])]
     if refused:
-        group.meet("weights", group.deadline)  # the process that hosts the store stays until all have read
+        group.gather_text("weights", "")  # the process that hosts the store stays until all have read
         raise RankDisagreement(
             f"The ranks hold different weights, {len(refused)} of {len(names)} tensors:\n"
             + _table(group.ranks, ranks, refused),
@@ -62,10 +62,9 @@ def match_weights(group: SequenceGroup, tensors: Mapping[str, torch.Tensor]) -> 
     with torch.no_grad():
         for device in dict.fromkeys(parts[name][0].device for name in different):
             for part in (parts[name][0] for name in different if parts[name][0].device == device):
-                if group.rank == 0:
-                    group.send_from_first(part)
-                else:
-                    part.copy_(group.receive_from_first(part.shape, part.dtype, device))
+                received = group.from_first(part.contiguous())
+                if group.rank:
+                    part.copy_(received)
             group.disconnect()  # the model may move before it is called
 
 
