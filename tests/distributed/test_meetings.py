@@ -99,18 +99,20 @@ def test_rank_that_is_not_there_is_named_in_time_and_a_stopped_one_that_goes_on_
         assert values(outcomes)[victim][1]["resume"] == list(range(size))
 
 
-def vote(rank: int, size: int) -> tuple[str, str, float]:
+def vote(rank: int, size: int, lazy: bool) -> tuple[str, str, float]:
+    os.environ["TORCH_GLOO_LAZY_INIT"] = str(int(lazy))
     ranks = resuming.Ranks()
-    ranks.vote(rank)
     ranks.gather(None)
     if rank == size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.5)
     return outcome_of(lambda: [ranks.vote(0) for _ in range(2)])
 
 
+@pytest.mark.parametrize("lazy", [False, True], ids=["connected", "connects at the first traffic"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_vote_of_a_rank_that_was_killed_is_waited_for_no_longer(size: int) -> None:
-    outcomes = run_ranks(vote, size)
+def test_vote_of_a_rank_that_was_killed_is_waited_for_no_longer(size: int, lazy: bool) -> None:
+    outcomes = run_ranks(vote, size, lazy)
     assert outcomes[-1].error == "Died"
     for error, _, seconds in values(outcomes[:-1]):
         assert error in ("RuntimeError", "DistBackendError")

@@ -77,6 +77,19 @@ def test_turn_is_held_by_one_at_a_time(make: MakeTurns) -> None:
     assert second.claim()
 
 
+def test_rank_that_waits_no_longer_ends_no_turn_of_another(make: MakeTurns) -> None:
+    holder, waiter = make(), make()
+    assert holder.claim()
+    holder.write(sign("encoding", 5))
+    assert not waiter.claim()
+    waiter.release()
+    waiter.close()
+    assert not make().claim()
+    note = holder.last()
+    assert note is not None
+    assert note.state == "encoding"
+
+
 def test_note_that_replaces_another_is_the_last(make: MakeTurns) -> None:
     holder, waiter = make(), make()
     assert holder.claim()
@@ -91,6 +104,7 @@ def test_note_that_replaces_another_is_the_last(make: MakeTurns) -> None:
 def test_store_turn_of_a_process_that_lives_is_kept_though_it_stands_still(claims: Claims) -> None:
     other, store = claims()
     other.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, other.pid, os.WSTOPPED)
     assert not StoreLock(store, "prompt").claim()
 
 

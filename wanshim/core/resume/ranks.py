@@ -29,6 +29,8 @@ class Ranks:
         self._peers: Any = None
         if self.size > 1:
             self._peers = self._group.connect("wanshim/votes", self._votes.device, timedelta(seconds=WAIT_S))
+            # gloo may connect at the first traffic (TORCH_GLOO_LAZY_INIT), and then waits for a rank that is gone
+            self._peers.allreduce([self._votes]).wait()
 
     def gather(self, value: Any) -> list[Any]:
         """The value of JSON of each rank, on every rank."""
