@@ -19,7 +19,7 @@ from tests.distributed.sequence.faults import outcome_of
 from wanshim.core.ranks import agreement
 from wanshim.core.resume import ranks as resuming
 from wanshim.core.shared.processes import process, process_state
-from wanshim.core.strategy import Limits, Strategy, TrainingPlan, agreed, gathered
+from wanshim.core.strategy import Limits, Strategy, TrainingPlan, agree
 from wanshim.core.streaming import LocalRanks, allocate
 from wanshim.core.training import output_folder
 
@@ -42,8 +42,9 @@ def meetings(rank: int, size: int) -> dict[str, Meet]:
     agreement.set_fingerprint_provider(lambda: {"wanshim": "0"})
     return {
         "patch set": lambda seconds: agreement.ensure(call="decode", timeout_s=seconds),
-        "plan": lambda seconds: str(agreed(lambda limits: PLAN, Limits, wait_s=seconds)),
-        "facts": lambda seconds: gathered({"rank": rank}, wait_s=seconds),
+        "limits": within(agree, lambda: agree.least_of_all(Limits(host=7 - rank)).host),
+        "plan": within(agree, lambda: agree.check_alike(PLAN)),
+        "facts": within(agree, lambda: agree.gathered({"rank": rank}, "facts")),
         "output": within(output_folder, lambda: output_folder.of_first_rank(f"of rank {rank}")),
         "resume": within(resuming, lambda: ranks.gather(rank)),
         "memory": lambda seconds: allocate(64, LocalRanks(rank, size, store, "here/0", seconds)).leads,
@@ -76,7 +77,10 @@ def test_rank_that_is_not_there_is_named_in_time_and_a_stopped_one_that_goes_on_
     outcomes = run_ranks(without_one, size, victim, kind)
     gone = outcomes.pop() if kind == "SIGKILL" else None
     assert gone is None or gone.error == "Died"
-    calls = {"patch set": "decode", **dict.fromkeys(("plan", "facts", "output", "resume"), "the training task")}
+    calls = {
+        "patch set": "decode",
+        **dict.fromkeys(("limits", "plan", "facts", "output", "resume"), "the training task"),
+    }
     for failed, met in values(outcomes)[:victim]:
         for name, call in calls.items():
             error, text, seconds = failed[name]
@@ -90,7 +94,8 @@ def test_rank_that_is_not_there_is_named_in_time_and_a_stopped_one_that_goes_on_
             folder = ("of rank 0", [f"of rank {rank}" for rank in ranks])
             assert met == {
                 "patch set": None,
-                "plan": str(PLAN),
+                "limits": 8 - size,
+                "plan": None,
                 "facts": [{"rank": rank} for rank in ranks],
                 "output": folder,
                 "resume": ranks,
