@@ -90,19 +90,19 @@ def launch(folder: Path, jobs: list[Job], processes: int = 2, **variables: str) 
 
 
 def on_machines(folder: Path, jobs: list[Job], machines: int, processes: int) -> list[dict[str, Any]]:
-    """The same by one agent of torchrun for each of so many machines, all of them this one."""
+    """The same by one agent of torchrun for each of so many machines, all of them this one under other names."""
     folder.mkdir()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the port stays taken
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{store.port}", "--rdzv-id", folder.name]
     shared = {"JOBS": ddp_worker.as_variable(jobs), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     agents = []
-    for _ in range(machines):
+    for number in range(machines):
         size = ["--nnodes", str(machines), "--nproc-per-node", str(processes), "--local-addr", "127.0.0.1"]
         job = ["-m", "tests.contract.diffsynth.ddp_worker", str(folder)]
         agents.append(
             subprocess.Popen(
                 [sys.executable, "-m", "torch.distributed.run", *size, *meeting, *job],
-                env={**os.environ, **shared},
+                env={**os.environ, **shared, "MACHINE": f"machine{number}"},
                 cwd=Path(__file__).parents[3],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

@@ -42,6 +42,7 @@ def test_losses_of_both_agree_and_the_lora_is_written_once(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # two trainings, one of them twice, each in a new interpreter
 def test_killed_training_goes_on_and_agrees_with_the_undisturbed_one(tmp_path: Path) -> None:
     done = demo(tmp_path, "resume", "--steps", "3")
     assert done.returncode == 0, done.stdout + done.stderr
