@@ -13,6 +13,7 @@ from wanshim.adapters.diffsynth import compiled_blocks, eight_bit_compute, kept_
 from wanshim.adapters.diffsynth.checkpoint_offload import offload_asked
 from wanshim.adapters.diffsynth.splitting import refusals, side_models
 from wanshim.adapters.diffsynth.splitting.micro_batch import KNOWN_DITS, micro_batch
+from wanshim.adapters.diffsynth.splitting.steps import STEPS
 from wanshim.adapters.diffsynth.training_road import TrainingCall
 from wanshim.core.model_split import SplitHandle
 from wanshim.core.shared.weight_bytes import num_bytes
@@ -142,8 +143,8 @@ def block_changes(call: TrainingCall, read: Settings) -> dict[str, str]:
     """The statement of each thing that the settings ask the blocks to compute otherwise, by feature."""
     return {
         step.feature: step.changes_blocks.format(value=getattr(read, step.setting))
-        for step in (eight_bit_compute.STEP, compiled_blocks.STEP)
-        if step.asked(read) and step.refusal(call, read) is None
+        for step in STEPS
+        if step.changes_blocks and step.asked(read) and step.refusal(call, read) is None
     }
 
 
