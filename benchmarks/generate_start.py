@@ -133,7 +133,7 @@ class Parts:
 
 def watch_wanshim(parts: Parts) -> None:
     """What it does in a call beside the forwards."""
-    from wanshim.core.decoding.parallel_vae import ParallelVae
+    from wanshim.core.decoding import ParallelVae
     from wanshim.core.generation import together
     from wanshim.core.generation.shared_pipeline import SharedPipeline, _Call
     from wanshim.core.workers import pool

@@ -40,7 +40,7 @@ from wanshim.cli.warm import LAYOUTS, make_vae, work_of
 from wanshim.core.decoding import find_binding
 from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.model.graph import Conv
-from wanshim.core.decoding.modes.base import VaeRun
+from wanshim.core.decoding.modes.network import VaeRun
 from wanshim.core.decoding.modes.single import SINGLE
 from wanshim.core.decoding.operators import (
     attention_kernel,

@@ -8,8 +8,7 @@ import torch
 
 from wanshim.core.decoding import DecoderGraph, VaeJob, VaePlan, parallelize_decode
 from wanshim.core.decoding.modes import MODES, Mode
-from wanshim.core.decoding.modes.base import VaeRun
-from wanshim.core.decoding.modes.driver import History, run_in_order
+from wanshim.core.decoding.modes.network import History, VaeRun, run_in_order
 from wanshim.core.decoding.plan import build_plan
 
 from .ranks import run_ranks, values

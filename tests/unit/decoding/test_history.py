@@ -9,7 +9,7 @@ import torch
 
 from tests.distributed.decoding.tiny import make_latent, make_vae, make_video
 from wanshim.core.decoding import parallelize_decode, parallelize_encode
-from wanshim.core.decoding.modes.driver import History
+from wanshim.core.decoding.modes.network import History
 from wanshim.core.decoding.operators.window import Window
 
 Kept = list[int]

@@ -12,7 +12,7 @@ import torch
 from wanshim.core.decoding import TileSettings, VaeJob, VaePlan
 from wanshim.core.decoding.memory import Extent, working_bytes
 from wanshim.core.decoding.modes import MODES
-from wanshim.core.decoding.modes.base import to_frames
+from wanshim.core.decoding.modes.network import to_frames
 from wanshim.core.decoding.modes.tile import Tile, assign, make_grid, needs_tiles
 
 from .graphs import tiny

@@ -1,6 +1,6 @@
 """Decode room: one Wan VAE for four frameworks, decoder and encoder, split in time, in space or in tiles over GPUs."""
 
-from wanshim.core.decoding.model.binding import Binding, Call, Compute, find_binding, input_first
+from wanshim.core.decoding.model.binding import Binding, Call, Compute, find_binding
 from wanshim.core.decoding.model.encoder_graph import Average, Downsample, DownStage, EncoderGraph, Graph
 from wanshim.core.decoding.model.framework import VaeFallback, compute_untiled
 from wanshim.core.decoding.model.graph import Attention, Conv, DecoderGraph, Duplicate, Norm, ResBlock, Stage, Upsample
@@ -11,8 +11,8 @@ from wanshim.core.decoding.plan import TileSettings
 from wanshim.core.decoding.ranks.output import OutputSpec
 from wanshim.core.shared.fallback import framework_computes
 
+from .call import ParallelVae, VaeOptions, input_first
 from .handle import VaeHandle, parallelize_decode, parallelize_encode
-from .parallel_vae import ParallelVae, VaeOptions
 from .plan import VaeJob, VaePlan
 from .planner import make_plans
 from .vae_cache import VaeCache, held_alone, held_by, sequence_group

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from wanshim.core.decoding.model.binding import Binding, find_binding, input_first, with_frames
-from wanshim.core.decoding.model.framework import VaeFallback
+from wanshim.core.decoding.model.binding import Binding, find_binding
 from wanshim.core.decoding.plan import TileSettings
 from wanshim.core.decoding.ranks.output import OnChunk, OutputSpec, check_receivers, read_receivers
 from wanshim.core.shared.copies import detached_copy, set_copier
-from wanshim.core.shared.fallback import framework_computes, or_framework
 from wanshim.core.shared.recent import Recent
 from wanshim.errors import ModelInvalid
 from wanshim.undo import Undo
 
-from .parallel_vae import ParallelVae, VaeOptions
+from .call import ParallelVae, VaeOptions, with_frames
 from .plan import VaePlan
 from .planner import check_mode
 
@@ -36,7 +33,6 @@ class VaeHandle:
     def __init__(self, binding: Binding, parallel: ParallelVae, raise_failures: bool = False) -> None:
         self.binding = binding
         self.parallel = parallel
-        self._raises = raise_failures
         self._reasons: Recent[str, None] = Recent(64)
         self._undo, attached = Undo(), Undo()
         self._undo.add(parallel.release)
@@ -45,8 +41,8 @@ class VaeHandle:
         if isinstance(binding.target, torch.nn.Module):
             set_copier(binding.target, lambda vae, memo: detached_copy(vae, memo, [attached], [vae]), attached)
         for name, compute in binding.methods.items():
-            method = partial(compute, self._call, binding.target)
-            call = self._or_framework(method, getattr(binding.target, name))
+            original = getattr(binding.target, name)
+            call = parallel.in_place_of(original, compute, binding.target, self._leave, lambda: raise_failures)
             attached.set(binding.target, {name: call}, keep_foreign=True)
         output = parallel.options.output
         if output.ranks is not None or output.on_chunk is not None:
@@ -57,30 +53,6 @@ class VaeHandle:
     def __repr__(self) -> str:
         graph, mode = self.binding.graph, self.parallel.options.mode
         return f"{type(self).__name__}: {graph.verb} of {graph.name}, mode {mode}; {self.plan}"
-
-    def _call(self, given: torch.Tensor, *, tiles: TileSettings | None = None, lean: bool = False) -> torch.Tensor:
-        result = self.parallel(given, tiles=tiles, lean=lean)
-        return given.new_empty(0) if result is None else result
-
-    def _or_framework(self, method: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-        """`method`; `original` where the framework must compute a call itself, with the output that was asked for."""
-
-        def shared(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = input_first(original, args, kwargs)
-            self.parallel.refuse_traced(*args)
-            return method(*args, **kwargs)
-
-        def own(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            if framework_computes():
-                return result
-            try:
-                self.parallel.refuse_traced(*input_first(original, args, kwargs)[0])
-            except VaeFallback:  # more is wanted than values, and a change of the frames would lose that
-                return result
-            return with_frames(result, self.parallel.as_asked)
-
-        return or_framework(shared, own, self._leave, strict=lambda: self._raises)
 
     def _leave(self, reason: str) -> None:
         """Say each reason once."""
@@ -96,7 +68,7 @@ class VaeHandle:
 
     def wait_for_kernels(self) -> None:
         """Wait until no call is left to the framework because kernels are being compiled, once on a machine."""
-        self.parallel.wait_for_kernels()
+        self.parallel.operators.wait_for_kernels()
 
     def remove(self) -> None:
         """Put the original method back, by identity, and weights and connections as they were found."""
@@ -150,12 +122,6 @@ def parallelize_decode(
             group.
         SettingInvalid: `deadline` cannot be waited.
     """
-    binding = binding if binding is not None else find_binding(vae)
-    _expect_bare(binding)
-    check_mode(binding.graph, mode, axis)
-    ranks = read_receivers(output)
-    if dist.is_available() and dist.is_initialized():
-        check_receivers(ranks, dist.get_world_size(group))
     options = VaeOptions(
         mode=mode,
         axis=axis,
@@ -164,9 +130,9 @@ def parallelize_decode(
         chunk=chunk,
         deadline=deadline,
         tiles=tiles if tiles is not None else TileSettings(),
-        output=OutputSpec(ranks=ranks, uint8=uint8, on_chunk=on_chunk),
+        output=OutputSpec(ranks=read_receivers(output), uint8=uint8, on_chunk=on_chunk),
     )
-    return VaeHandle(binding, ParallelVae(binding.graph, group, options), raise_failures)
+    return _parallelize(vae, "decode", binding, group, options, raise_failures)
 
 
 def parallelize_encode(
@@ -186,18 +152,9 @@ def parallelize_encode(
 
     Every rank passes the same video and gets the whole latent.
 
-    Args:
-        vae: a Wan VAE of diffusers, DiffSynth, FastVideo or vLLM-Omni, or one made from it, as Qwen-Image's is.
-        group: a torch.distributed group; None: all ranks, or this process alone where there is no torch.distributed.
+    Args (see `parallelize_decode` for the others):
         mode: temporal (the framework's bits when strict), spatial (within 1e-5 in fp32; for single images and for
             memory), or auto, which takes the fastest exact one that fits in memory.
-        strict: compute exactly as the framework does. False: the fast operators, within the tolerance that
-            `operators/base.py` states.
-        engines: time cuDNN's engines once on this GPU, where its frontend is installed, and take the fastest; False:
-            those that torch takes.
-        axis: what spatial mode splits: auto (the longer), height or width.
-        chunk: latent frames per step of the fast operators; None: by memory.
-        deadline: seconds in which a failing encode ends on every rank.
         raise_failures: raise what makes an encode fail. False: the framework computes it on every rank, with a warning.
         binding: how to encode with a VAE that no registered builder knows.
 
@@ -205,10 +162,23 @@ def parallelize_encode(
         ModelInvalid: the VAE or the mode is unknown, or the VAE is parallelized already.
         SettingInvalid: `deadline` cannot be waited.
     """
-    binding = binding if binding is not None else find_binding(vae, "encode")
-    _expect_bare(binding)
-    check_mode(binding.graph, mode, axis)
     options = VaeOptions(mode=mode, axis=axis, strict=strict, engines=engines, chunk=chunk, deadline=deadline)
+    return _parallelize(vae, "encode", binding, group, options, raise_failures)
+
+
+def _parallelize(
+    vae: Any, verb: str, binding: Binding | None, group: Any, options: VaeOptions, raise_failures: bool
+) -> VaeHandle:
+    binding = binding if binding is not None else find_binding(vae, verb)
+    if _mark(binding) in binding.target.__dict__:
+        raise ModelInvalid(
+            f"this {binding.graph.name} is parallelized already",
+            expected=f"one parallel {verb} per VAE",
+            hint="Call remove() on its handle first",
+        )
+    check_mode(binding.graph, options.mode, options.axis)
+    if dist.is_available() and dist.is_initialized():
+        check_receivers(options.output.ranks, dist.get_world_size(group))
     return VaeHandle(binding, ParallelVae(binding.graph, group, options), raise_failures)
 
 
@@ -216,17 +186,8 @@ def _mark(binding: Binding) -> str:
     return f"_wanshim_{binding.graph.verb}"
 
 
-def _expect_bare(binding: Binding) -> None:
-    if _mark(binding) in binding.target.__dict__:
-        raise ModelInvalid(
-            f"this {binding.graph.name} is parallelized already",
-            expected=f"one parallel {binding.graph.verb} per VAE",
-            hint="Call remove() on its handle first",
-        )
-
-
 def _none_for_no_frames(method: Callable[..., Any]) -> Callable[..., Any]:
-    """None cannot be taken for frames, and no framework's own code has to handle it on the way out."""
+    """Return None instead of an empty tensor on ranks that receive no frames."""
 
     def decode(*args: Any, **kwargs: Any) -> Any:
         return with_frames(method(*args, **kwargs), lambda frames: frames if frames.numel() else None)

@@ -1,9 +1,9 @@
-"""What a decode or encode is and how it runs: the job that all ranks agree on, and the plan a mode makes for it."""
+"""A decode or encode as data: its facts on each rank, the job that all ranks agree on, and the plan for it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -13,6 +13,9 @@ from wanshim.core.decoding.model.encoder_graph import Graph
 
 _FIRST_FRAME = 0.32  # work of the video's first latent frame against any other
 _WINOGRAD_TIME = 0.7  # of a decode without, on an H200 (docs/measured/decode.md)
+# A plan that takes more of the free memory begins without cached blocks: on an H100 and an H200 held to 8, 12 and 24
+# GiB the second call of plans at 0.73 to 0.85 ran out among the fragments of the first.
+_TIGHT = 0.7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +26,9 @@ class TileSettings:
     min_width: int = 256
     stride_height: int = 192
     stride_width: int = 192
+
+    def __str__(self) -> str:
+        return f"{self.min_height}x{self.min_width} every {self.stride_height}x{self.stride_width}"
 
     @classmethod
     def of(cls, vae: Any) -> TileSettings:
@@ -36,8 +42,39 @@ class TileSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CallFacts:
+    """One call as one rank has it, made where the call enters and sent to the others as JSON.
+
+    Args:
+        asked: what must be the same on all ranks: the VAE, its input, the options; empty if making it failed.
+        failed: why all ranks leave calls like it to the framework since one has failed; empty: none has.
+        error: the kind and the text of what stopped this rank while it made the facts; empty: nothing did.
+        left: why the framework must compute it; None: it need not.
+        free, strict_cuda, channels_first, by_winograd: see `VaeJob`; of this rank.
+        compare: it is time to compare the result with the framework's own again.
+        compared: the kinds of calls that were compared (`VaePlan.kind`).
+        frames: latent frames to compare.
+    """
+
+    asked: dict[str, Any]
+    failed: str = ""
+    error: Sequence[str] = ()
+    left: str | None = None
+    free: int | None = None
+    strict_cuda: bool = False
+    channels_first: Sequence[str] | None = None
+    by_winograd: bool = False
+    compare: bool = False
+    compared: Sequence[str] = ()
+    frames: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VaeJob:
-    """The facts of one decode or encode, the same on every rank.
+    """One decode or encode, the same on every rank.
 
     Args:
         latent: batch, channels of the input, and frames, height and width of the latent.
@@ -92,6 +129,10 @@ class VaeJob:
             channels_first=known,
             by_winograd=self.by_winograd,
         )
+
+    def is_tight(self, plan: VaePlan) -> bool:
+        """Whether `plan` takes so much of the free memory that fragments of it may not do."""
+        return self.free is not None and max(plan.peak) > _TIGHT * self.free
 
     def plainly_strict(self) -> VaeJob:
         """The same as the framework computes it."""
@@ -153,6 +194,14 @@ class VaePlan:
     def dim(self) -> int | None:
         """The dimension of the latent that `axis` names."""
         return {"height": 3, "width": 4, None: None}[self.axis]
+
+    @property
+    def promises_bits(self) -> bool:
+        return self.strict and self.exactness == "strict"
+
+    def kind(self, job: VaeJob) -> str:
+        """The calls of one size for which one comparison with the framework is valid."""
+        return f"{self.mode} {self.split} {job.passes}"
 
     def __str__(self) -> str:
         where = f" by {self.axis}" if self.axis else ""

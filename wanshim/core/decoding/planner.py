@@ -18,9 +18,6 @@ _USABLE = 0.92  # of the free memory, by a plan: the allocator fragments
 # A plan that takes more may run out in the second call, among the fragments of the first; 0.87 and 0.90 did, on an H200
 # held to 12 and 24 GiB. One as fast that takes less is preferred.
 _ROOMY = 0.85
-# One that takes more begins without cached blocks: on an H100 and an H200 held to 8, 12 and 24 GiB the second call of
-# plans at 0.73 to 0.85 ran out among the fragments of the first.
-_TIGHT = 0.7
 _AS_FAST = 1.03
 _LESS = 0.95  # of the memory of a plan that did not fit after all
 
@@ -53,11 +50,6 @@ def _roomy(ordered: list[VaePlan], job: VaeJob) -> VaePlan:
         return first
     alike = (plan for plan in ordered if plan.mode == first.mode and plan.cost <= _AS_FAST * first.cost)
     return next((plan for plan in alike if max(plan.peak) <= _ROOMY * job.free), first)
-
-
-def is_tight(plan: VaePlan, job: VaeJob) -> bool:
-    """Does it take so much of the free memory that fragments of it may not do?"""
-    return job.free is not None and max(plan.peak) > _TIGHT * job.free
 
 
 def possible_plans(graph: Graph, job: VaeJob) -> list[VaePlan]:

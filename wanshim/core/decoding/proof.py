@@ -22,7 +22,7 @@ from wanshim.core.decoding.model.graph import Attention
 from wanshim.core.decoding.operators.attention_kernel import stored_values
 from wanshim.core.shared.gpu_memory import free_bytes
 
-from .plan import VaeJob, VaePlan, frame_work
+from .plan import VaeJob, frame_work
 
 _FIRST = 0.1  # of the first call of a size, for comparing it
 _AFTER = 0.004  # of the calls after it
@@ -31,11 +31,14 @@ _FRAMES = 2  # the second is the first one with a past
 _USABLE = 0.9  # of the free memory
 
 
-@dataclass(slots=True)
-class Standing:
-    """What is known of one size.
+@dataclass(slots=True, kw_only=True)
+class CompareState:
+    """Comparisons of calls of one size, and what followed from them.
 
     Args:
+        dtype: in which they compute.
+        laid: weights lie as the framework makes them. Else its own sums are channels last, and a norm of theirs adds
+            in another order.
         compared: by the kind of call, what was found equal, in words; empty where nothing could be compared.
         unequal: the operators that were not: strict_cuda or strict.
         failed: why all ranks leave calls to the framework since one has failed; empty: none has.
@@ -43,6 +46,8 @@ class Standing:
         calls_left: until they are compared again.
     """
 
+    dtype: torch.dtype
+    laid: bool = True
     compared: dict[str, str] = field(default_factory=dict)
     unequal: set[str] = field(default_factory=set)
     failed: str = ""
@@ -60,15 +65,6 @@ class Standing:
         self.frames = 2 * frames
         work = 2 * frame_work(0, min(self.frames, job.latent[2]))  # the framework's and, over ranks, a short call
         self.calls_left = ceil(work * job.workers / (frame_work(0, job.latent[2]) * _STRICT_TIME * _AFTER))
-
-
-def kind_of(plan: VaePlan, job: VaeJob) -> str:
-    """What calls of one size must have in common for one comparison to stand for them."""
-    return f"{plan.mode} {plan.split} {job.passes}"
-
-
-def promises_bits(plan: VaePlan) -> bool:
-    return plan.strict and plan.exactness == "strict"
 
 
 class Comparison:

@@ -25,7 +25,7 @@ from wanshim.core.shared.digest import digest
 from wanshim.core.shared.forks import group_is_inherited
 from wanshim.errors import ModelInvalid, RankAbsent, RankDisagreement
 
-from .parallel_vae import ParallelVae, VaeOptions
+from .call import ParallelVae, VaeOptions
 from .plan import VaePlan
 
 # What may differ from rank to rank without being an error: the framework then computes on each rank for itself.
@@ -141,8 +141,9 @@ class VaeCache:
             parallel = self._of(vae, group, options)
             parallel.refuse_traced(given)
             agreement.ensure(group, call=self.verb, timeout_s=parallel.patience)
-            output = parallel(given, tiles=tiles, lean=lean)
+            output = parallel.result(given, tiles=tiles, lean=lean)
             self.plan = parallel.plan
+            return output
         except RankDisagreement as error:
             if not error.differing or not set(error.differing) <= _OWN_INPUT[self.verb]:  # none: of patch sets
                 raise
@@ -154,7 +155,6 @@ class VaeCache:
             parallel.missed = True
             error.topic = "vae_timeout"
             raise
-        return given.new_empty(0) if output is None else output
 
     def _of(self, vae: Any, group: Any, options: VaeOptions) -> ParallelVae:
         parallel = self._made.get(vae)

@@ -54,13 +54,13 @@ class Owner:
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._pid = os.getpid()
+        self.pid = os.getpid()
 
     @property
     def is_here(self) -> bool:
-        return os.getpid() == self._pid
+        return os.getpid() == self.pid
 
     def check(self) -> None:
         """Raise WanshimError in a child that was forked from the owner."""
         if not self.is_here:
-            raise WanshimError(f"{self._what} of process {self._pid} is used in process {os.getpid()}", hint=_HINT)
+            raise WanshimError(f"{self._what} of process {self.pid} is used in process {os.getpid()}", hint=_HINT)

@@ -9,7 +9,6 @@ the entry's name. The core walks the classes of the object it was given, so a su
 from __future__ import annotations
 
 import importlib
-import inspect
 import pkgutil
 import sys
 from collections.abc import Callable, Mapping
@@ -60,32 +59,6 @@ class Binding:
 
 
 Builder = Callable[[Any], Binding]
-
-
-def input_first(
-    method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call of `method`, a bound one, with the latent or video by position: each framework has a name
-    of its own for it, and a `Compute` another."""
-    name = None if args else next(iter(inspect.signature(method).parameters), None)
-    if name not in kwargs:
-        return args, kwargs
-    return (kwargs[name],), {other: value for other, value in kwargs.items() if other != name}
-
-
-def with_frames(result: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """What a decode method returns, with its frames changed.
-
-    Args:
-        result: a tensor, a tuple that begins with one, or an output of diffusers with the tensor in `sample`; anything
-            else is returned as it is.
-    """
-    if isinstance(result, torch.Tensor):
-        return change(result)
-    if isinstance(result, tuple) and result and isinstance(result[0], torch.Tensor):
-        return (change(result[0]), *result[1:])
-    frames = getattr(result, "sample", None)
-    return type(result)(sample=change(frames)) if isinstance(frames, torch.Tensor) else result
 
 
 def find_binding(vae: Any, verb: str = "decode") -> Binding:

@@ -7,31 +7,33 @@ operators, a faster operator makes all modes faster, and one chunk comes to the 
 The first frame of a video is special in Wan: resampling in time passes it through. A decoder's history of that
 convolution starts with zeros at the second frame, an encoder's with the first frame itself. `first` says that the chunk
 begins with it.
+
+`History` keeps, for every causal convolution, the last frames of its input. `run_in_order` is a causal run: chunk
+after chunk, each completing its windows from the history (and, sharded in space, from its neighbours).
+`run_in_lockstep` advances many chunks of a rank side by side, layer by layer: what a split in time needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import TypeAlias
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeAlias
 
 import torch
 
 from wanshim.core.decoding.model.encoder_graph import Downsample, DownStage, EncoderGraph, Graph
 from wanshim.core.decoding.model.graph import Attention, Conv, DecoderGraph, Norm, ResBlock, Stage, Upsample
 from wanshim.core.decoding.operators.base import Operators
-from wanshim.core.decoding.operators.layout import patchify
+from wanshim.core.decoding.operators.layout import patchify, unpatchify
 from wanshim.core.decoding.operators.window import Pending, Tokens, Window
+from wanshim.core.decoding.plan import VaeJob, VaePlan
+from wanshim.core.decoding.ranks.exchange import Comm
+from wanshim.core.decoding.ranks.output import Finish, Region, Sink
 
 Request: TypeAlias = Window | Tokens
 Chunk: TypeAlias = Generator[Request, "torch.Tensor | None", torch.Tensor]
 _Part: TypeAlias = Generator[Request, "torch.Tensor | None", Pending]
-
-
-def run_chunk(graph: Graph, ops: Operators, x: torch.Tensor, *, first: bool) -> Chunk:
-    """Decode or encode a run of frames, as `graph` says."""
-    if isinstance(graph, EncoderGraph):
-        return encode_chunk(graph, ops, x, first=first)
-    return decode_chunk(graph, ops, x, first=first)
 
 
 def encode_chunk(graph: EncoderGraph, ops: Operators, video: torch.Tensor, *, first: bool) -> Chunk:
@@ -155,3 +157,138 @@ def _upsample(ops: Operators, upsample: Upsample, x: Pending, first: bool) -> _P
         window = ops.resized_window(upsample, lead=lead, pairs=pairs)
     yield window
     return ops.conv(window)
+
+
+class Answer(Protocol):
+    """Answers a request of the network; nothing follows the `last` chunk, so nothing is kept of it."""
+
+    def __call__(self, request: Request, *, last: bool) -> torch.Tensor | None: ...
+
+
+class History:
+    """The past of every causal convolution, by name. Zeros at the start of a video."""
+
+    def __init__(self) -> None:
+        self._tails: dict[str, torch.Tensor] = {}
+
+    def complete(self, window: Window, *, last: bool) -> None:
+        """Fill the window's past and, if another chunk follows, remember its tail."""
+        if not window.conv.history:
+            return
+        before = self._tails.pop(window.conv.name, None)
+        if before is None:
+            window.past().zero_()
+        else:
+            window.past().copy_(before)
+        del before
+        if not last:
+            self._tails[window.conv.name] = window.tail().clone()
+
+    def answer(self, request: Request, *, last: bool) -> torch.Tensor | None:
+        """The answer of a rank that has all rows and columns."""
+        if isinstance(request, Tokens):
+            return request.data
+        self.complete(request, last=last)
+        return None
+
+
+def drive(chunk: Chunk, answer: Callable[[Request], torch.Tensor | None]) -> torch.Tensor:
+    """Run one chunk to its end."""
+    reply: torch.Tensor | None = None
+    try:
+        while True:
+            request = chunk.send(reply)
+            reply = answer(request)
+            del request
+    except StopIteration as end:
+        value = end.value
+        assert isinstance(value, torch.Tensor)
+        return value
+    finally:
+        chunk.close()
+
+
+def run_in_order(
+    steps: Sequence[tuple[int, int]], chunk: Callable[[int, int], Chunk], answer: Answer
+) -> Iterator[torch.Tensor]:
+    """Compute one chunk after the other: those of the latent frames of each step."""
+    for start, stop in steps:
+        yield drive(chunk(start, stop), partial(answer, last=stop == steps[-1][1]))
+
+
+def run_in_lockstep(chunks: list[Chunk], complete: Callable[[list[Window]], None]) -> list[torch.Tensor]:
+    """Advance all chunks from request to request together; `complete` sees the windows of one layer at once."""
+    replies: list[torch.Tensor | None] = [None] * len(chunks)
+    results: list[torch.Tensor] = []
+    while not results:
+        requests: list[Request] = []
+        for i, chunk in enumerate(chunks):
+            try:
+                requests.append(chunk.send(replies[i]))
+            except StopIteration as end:
+                results.append(end.value)
+            replies[i] = None
+        windows = [request for request in requests if isinstance(request, Window)]
+        replies = [request.data if isinstance(request, Tokens) else None for request in requests]
+        del requests
+        if windows:
+            complete(windows)
+        del windows
+    return results
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VaeRun:
+    """One rank's side of a decode or an encode that has been planned.
+
+    Args:
+        given: the whole input, on every rank: a latent [B, Z, T, h, w] or a video [B, C, T, H, W].
+        sink: where the parts of the output go.
+    """
+
+    graph: Graph
+    job: VaeJob
+    plan: VaePlan
+    comm: Comm
+    ops: Operators
+    given: torch.Tensor
+    sink: Sink
+
+    def source(self) -> torch.Tensor:
+        """The whole input, as the chunks take parts of it."""
+        if isinstance(self.graph, EncoderGraph):
+            return self.given
+        return self.ops.quant(self.graph.post_quant, self.given)
+
+    def chunk(self, source: torch.Tensor, start: int, stop: int) -> Chunk:
+        """Computes latent frames `start` to `stop` of `source`, or of a band of it."""
+        part, first = self.graph.cut(source, 2, start, stop), start == 0
+        if isinstance(self.graph, EncoderGraph):
+            return encode_chunk(self.graph, self.ops, part, first=first)
+        return decode_chunk(self.graph, self.ops, part, first=first)
+
+    def close(self) -> torch.Tensor | None:
+        """The whole output, on a rank that receives it."""
+        output = self.sink.close()
+        if output is None or not isinstance(self.graph, EncoderGraph):
+            return output
+        return self.ops.quant(self.graph.quant, output)
+
+    def whole_picture(self, rank: int) -> Region:
+        """All rows and columns, computed by `rank`."""
+        height, width = self.graph.output_shape(self.job.latent)[3:]
+        return Region(rank=rank, rows=(0, height), columns=(0, width))
+
+
+def to_frames(graph: DecoderGraph, patches: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Patches as a decoder gives them (overwritten) to frames: clamped as the framework does, unfolded, in `dtype`."""
+    if graph.clamped or dtype == torch.uint8:
+        patches = patches.clamp_(-1.0, 1.0)
+    if dtype == torch.uint8:
+        patches = patches.float().add_(1.0).mul_(127.5).round_().to(torch.uint8)
+    return unpatchify(patches, graph.patch_size).to(dtype)
+
+
+def finisher(graph: Graph) -> Finish:
+    """From the network's values to those that ranks send each other."""
+    return torch.Tensor.to if isinstance(graph, EncoderGraph) else partial(to_frames, graph)

@@ -8,8 +8,8 @@ from wanshim.core.decoding.memory import Extent
 from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.plan import VaeJob, VaePlan, build_plan, frame_work, spans
 
-from .base import Mode, VaeRun
-from .driver import History, run_in_order
+from .base import Mode
+from .network import History, VaeRun, run_in_order
 
 
 def _plans(graph: Graph, job: VaeJob) -> list[VaePlan]:

@@ -21,9 +21,8 @@ from wanshim.core.decoding.plan import VaeJob, VaePlan, build_plan, frame_work, 
 from wanshim.core.decoding.ranks.exchange import Comm, begin_swap
 from wanshim.core.decoding.ranks.output import Region
 
-from .base import Mode, VaeRun
-from .driver import History, run_in_order
-from .network import Request
+from .base import Mode
+from .network import History, Request, VaeRun, run_in_order
 
 _OVERHEAD = 1.04  # halo exchanges, against the compute they sit between
 

@@ -21,8 +21,8 @@ from wanshim.core.decoding.operators.window import Slab, Window
 from wanshim.core.decoding.plan import VaeJob, VaePlan, build_plan, frame_work, sizes_text, spans
 from wanshim.core.decoding.ranks.exchange import Comm, begin_swap
 
-from .base import Mode, VaeRun
-from .driver import run_in_lockstep
+from .base import Mode
+from .network import VaeRun, run_in_lockstep
 
 
 def _plans(graph: Graph, job: VaeJob) -> list[VaePlan]:

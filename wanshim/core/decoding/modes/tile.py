@@ -18,9 +18,8 @@ from wanshim.core.decoding.plan import TileSettings, VaeJob, VaePlan, build_plan
 from wanshim.core.decoding.ranks.exchange import Comm
 from wanshim.core.decoding.ranks.output import Region
 
-from .base import Mode, VaeRun
-from .driver import History, run_in_order
-from .network import Chunk, decode_chunk
+from .base import Mode
+from .network import Chunk, History, VaeRun, decode_chunk, run_in_order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -31,35 +31,27 @@ from .window import Ahead, Pending, Slab, Window
 from .winograd import DeferredOutput, Products
 
 
-class Operators(Protocol):
-    """What the network needs. `split` is the dim (3 rows, 4 columns) that ranks share, or None.
+def conv_flags() -> tuple[object, ...]:
+    """The flags of torch by which it chooses the engine of a convolution."""
+    cudnn = torch.backends.cudnn
+    try:
+        precision: object = cudnn.allow_tf32
+    except RuntimeError:  # torch knows two ways to choose it, and the other one was taken
+        precision = cudnn.conv.fp32_precision
+    return cudnn.enabled, cudnn.benchmark, cudnn.deterministic, torch.are_deterministic_algorithms_enabled(), precision
 
-    A mode may set `ahead`: operators that can compute a part of a window first then do so for what it sends.
-    """
 
-    split: int | None
-    ahead: Ahead | None
-
-    def quant(self, conv: Conv, latent: torch.Tensor) -> torch.Tensor: ...
-    def plain_window(self, conv: Conv, x: torch.Tensor) -> Window: ...
-    def normed_window(
-        self, norm: Norm, conv: Conv, x: Pending, *, keep: bool
-    ) -> tuple[Window, torch.Tensor | None]: ...
-    def summed_window(self, conv: Conv, x: Pending, *, past: bool = True) -> Window: ...
-    def time_window(self, conv: Conv, x: Pending) -> tuple[Window, Pending]: ...
-    def resized_window(self, up: Upsample, lead: Pending | None, pairs: Pending | None) -> Window: ...
-    def conv(self, window: Window) -> Pending: ...
-    def pointwise(self, conv: Conv, x: torch.Tensor) -> torch.Tensor: ...
-    def resolve(self, x: Pending) -> torch.Tensor: ...
-    def join(self, lead: torch.Tensor, rest: Pending) -> Pending: ...
-    def add_duplicate(self, dup: Duplicate, x: Pending, source: torch.Tensor, first: bool) -> Pending: ...
-    def average(self, average: Average, source: torch.Tensor) -> torch.Tensor: ...
-    def project(self, block: Attention, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
-    def attend(self, block: Attention, queries: torch.Tensor, tokens: torch.Tensor, skip: torch.Tensor) -> Pending: ...
+def default_flags() -> bool:
+    """Whether torch chooses the engines of convolutions of 16-bit values as it does if nothing is said."""
+    return conv_flags()[:-1] == (True, False, False, False)
 
 
 class StrictOperators:
-    """The framework's own arithmetic, step by step."""
+    """The framework's own arithmetic, step by step.
+
+    Args:
+        split: the dim (3 rows, 4 columns) that ranks share, or None.
+    """
 
     def __init__(self, split: int | None = None) -> None:
         self.split = split
@@ -311,6 +303,10 @@ class FastOperators:
         window = Window(conv, dense(shape, like), history, rows, columns, self.split, small)
         zero_margins(window)
         return window
+
+
+# What the network needs. A mode may set `ahead`: fast operators compute first what it sends.
+Operators: TypeAlias = StrictOperators | FastOperators
 
 
 def _pieces(main: torch.Tensor | DeferredOutput) -> Iterator[tuple[Slab, torch.Tensor | Products]]:

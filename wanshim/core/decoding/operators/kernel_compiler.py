@@ -208,6 +208,7 @@ class KernelCompiler:
     """Compiles in threads that end with the process."""
 
     def __init__(self) -> None:
+        self.started = False  # any kernel was asked for
         self._kernels: dict[tuple[int, torch.device, torch.dtype], Kernel] = {}
         self._of_calls: dict[tuple[int, ...], list[Kernel]] = {}
         self._waiting: deque[Kernel] = deque()
@@ -222,6 +223,7 @@ class KernelCompiler:
     ) -> dict[Call, list[Kernel]]:
         """Have what these calls launch compiled; what was asked for before is not compiled again. Once all kernels of
         a call are on disk, that is noted there."""
+        self.started = True
         with self._lock:
             if self._on_disk_at_start is None:
                 self._on_disk_at_start = _any_on_disk()

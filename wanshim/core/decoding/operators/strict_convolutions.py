@@ -18,6 +18,7 @@ from wanshim.core.decoding.model.graph import Conv
 from wanshim.core.shared.recent import Recent
 
 from . import strict_kernels as kernels
+from .base import conv_flags
 from .convolution import Convolve, torch_convolve
 from .engines import Engines
 from .learning import NotYet
@@ -219,21 +220,6 @@ def _fill(
         weight[:, :, 1] *= _SMALL
     if bias is not None:
         bias[::2] = 0
-
-
-def conv_flags() -> tuple[object, ...]:
-    """What changes the engine that torch takes."""
-    cudnn = torch.backends.cudnn
-    try:
-        precision: object = cudnn.allow_tf32
-    except RuntimeError:  # torch knows two ways to choose it, and the other one was taken
-        precision = cudnn.conv.fp32_precision
-    return cudnn.enabled, cudnn.benchmark, cudnn.deterministic, torch.are_deterministic_algorithms_enabled(), precision
-
-
-def default_flags() -> bool:
-    """Does torch choose the engines of convolutions of 16-bit values as it does if nothing is said?"""
-    return conv_flags()[:-1] == (True, False, False, False)
 
 
 def _full(x: torch.Tensor, padding: tuple[int, int]) -> tuple[int, ...]:
