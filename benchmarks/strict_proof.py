@@ -31,6 +31,7 @@ from generate_arm import synchronize
 
 from wanshim.core.decoding import ParallelVae, VaeOptions, find_binding
 from wanshim.core.decoding.proof import Comparison
+from wanshim.core.decoding.run import CallRun
 
 
 class Spent:
@@ -38,7 +39,7 @@ class Spent:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        for cls, name in ((Comparison, "most_frames"), (ParallelVae, "_rehearse")):
+        for cls, name in ((Comparison, "most_frames"), (CallRun, "_rehearse")):
             setattr(cls, name, self._timed(getattr(cls, name)))
         self._inside = False
 
@@ -88,7 +89,7 @@ def measure(layout: str, verb: str, args: argparse.Namespace, device: torch.devi
             comparing.append(spent.seconds)
         assert parallel.plan is not None
         claim, compared = parallel.plan.claim, parallel.plan.compared
-        interval = max(standing.calls_left for standing in parallel._standings.values())
+        interval = max(state.calls_left for state in parallel._states.values())
         parallel.release()
     usual = statistics.median(seconds[1:])
     return {

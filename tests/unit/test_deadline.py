@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from tests.kit import Contract
 from wanshim import settings
 from wanshim.cli.main import app
-from wanshim.core.decoding.parallel_vae import VaeOptions
+from wanshim.core.decoding.call import VaeOptions
 from wanshim.core.encoding import EncodingRequest, encode_once
 from wanshim.core.ranks import agreement
 from wanshim.core.streaming.shared_memory import LocalRanks

@@ -15,7 +15,7 @@ from rich.console import Console
 from tests.distributed.decoding import tiny
 from tests.unit.decoding.engines_double import Double, Made
 from wanshim.cli import warm
-from wanshim.core.decoding import parallel_vae
+from wanshim.core.decoding import run
 from wanshim.core.decoding.operators.engine_store import EngineStore
 from wanshim.core.decoding.operators.engines import Engines
 from wanshim.core.shared import gpus
@@ -30,7 +30,7 @@ def learn(work: warm.Work, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tup
     """How many searches a process makes that finds what `folder` keeps, and what it prints."""
     double = Double({1: Made(8.0), 2: Made(5.0)})
     engines = Engines(double, EngineStore(folder))  # type: ignore[arg-type]
-    monkeypatch.setattr(parallel_vae, "engines_on", lambda *args: engines)
+    monkeypatch.setattr(run, "engines_on", lambda *args: engines)
     console = Console(file=io.StringIO(), width=200, force_terminal=True)
     with torch.no_grad():
         warm.learn(tiny.make_vae("2.1", torch.bfloat16), work, console)

@@ -24,8 +24,8 @@ import wanshim
 from tests.contract.diffusers import wan_pipelines
 from tests.contract.diffusers.wan_pipelines import generate
 from wanshim.adapters.diffusers.generate import bind
-from wanshim.core.decoding import ParallelVae
 from wanshim.core.decoding.ranks.exchange import Comm
+from wanshim.core.decoding.run import CallRun
 from wanshim.core.generation import Request, SharedPipeline, together
 from wanshim.core.workers import Workers
 from wanshim.errors import FeatureUnavailable, ModelInvalid, WanshimError, WorkersFailed
@@ -178,14 +178,14 @@ def test_a_worker_that_is_killed_in_a_decode_is_named_and_the_frames_are_not_los
     pipe = wan_pipelines.wan()
     for _ in range(3):  # until all connections are open: one that a peer begins and does not complete ends after 30 s
         expected = shared.run(partial(bind, pipe), partial(generate, pipe, "wan"))
-    (pid,), execute = shared.pids, ParallelVae._execute
+    (pid,), execute = shared.pids, CallRun._execute
 
     def killing(*args: Any) -> Any:
         os.kill(pid, 9)
         return execute(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ParallelVae, "_execute", killing)
+        patch.setattr(CallRun, "_execute", killing)
         assert torch.equal(expected, shared.run(partial(bind, pipe), partial(generate, pipe, "wan")))
     assert re.search(f"the decode is left to this process: .*process {pid}.* was ended by SIGKILL", caplog.text)
     before = shared.shared_vae_calls

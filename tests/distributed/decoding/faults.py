@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from wanshim.core.decoding import parallelize_decode, parallelize_encode
+from wanshim.core.decoding import VaePlan, parallelize_decode, parallelize_encode
 from wanshim.core.decoding.modes import temporal
 from wanshim.core.decoding.operators.base import FastOperators, StrictOperators
 from wanshim.core.decoding.operators.kernel_compiler import BY_TORCH, Kernel, Launch, kernel_set
 from wanshim.core.decoding.operators.strict_cuda import StrictCudaOperators
+from wanshim.core.decoding.run import CallRun
 
 from .tiny import encode, make_latent, make_vae, make_video
 
@@ -111,7 +112,7 @@ def compiles(rank: int, size: int) -> tuple[bool, bool, str, list[bool]]:
         kernel.done.set()
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(handle.parallel, "_kernels_ahead", lambda device, dtype: {call: [kernel]})
+        patch.setattr(handle.parallel.operators, "kernels_ahead", lambda device, dtype: {call: [kernel]})
         found.append(vae.decode(latent).sample)
         left = handle.parallel.plan is None
         kernel.done.set()
@@ -138,16 +139,15 @@ def at_convolution(number: int, action: Callable[[], object]) -> None:
 
 def at_convolution_of_call(handle: Any, number: int, action: Callable[[], object]) -> None:
     """As `at_convolution`, but the short call that is compared, which precedes a first one, does not count."""
-    own = handle.parallel._attempt
+    own = CallRun._attempt
 
-    def attempt(*args: Any) -> Any:
-        *_, standing = args
-        if standing is None:
-            handle.parallel._attempt = own
+    def attempt(self: CallRun, plan: VaePlan, *, compares: bool) -> Any:
+        if self.operators is handle.parallel.operators and not compares:
+            CallRun._attempt = own  # type: ignore[method-assign]
             at_convolution(number, action)
-        return own(*args)
+        return own(self, plan, compares=compares)
 
-    handle.parallel._attempt = attempt
+    CallRun._attempt = attempt  # type: ignore[method-assign]
 
 
 def run_out_of_memory() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from tests.distributed.decoding.timed import decode_and_time
 from tests.distributed.sequence.faults import outcome_of, raise_
-from wanshim.core.decoding import parallel_vae, parallelize_decode, parallelize_encode
+from wanshim.core.decoding import parallelize_decode, parallelize_encode, run
 from wanshim.core.decoding.model.framework import Framework
 
 from .faults import at_convolution, at_convolution_of_call, run_out_of_memory, spoil_convolutions
@@ -241,8 +241,8 @@ def kernels_do_not_compile(rank: int, size: int) -> tuple[Found, int]:
         return True
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parallel_vae, "available", lambda like: True)
-        patch.setattr(handle.parallel._checks, "prepare", prepare)
+        patch.setattr(run, "available", lambda like: True)
+        patch.setattr(handle.parallel.operators.checks, "prepare", prepare)
         return left_to_the_framework(vae, latent, expected, handle), len(asked)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.unit.decoding.engines_double import Made, Timed
-from wanshim.core.decoding import parallel_vae, parallelize_decode
+from wanshim.core.decoding import parallelize_decode, run
 from wanshim.core.decoding.operators import winograd
 from wanshim.core.decoding.operators.engine_store import EngineStore
 from wanshim.core.decoding.operators.engines import Engines
@@ -37,7 +37,7 @@ def _decode(vae: Any, latent: torch.Tensor, exact: torch.Tensor, mode: str, prod
             mock.patch.object(winograd, "_CHANNELS", 8),
             mock.patch.object(winograd, "_SMALL", 0),
             mock.patch.object(winograd, "_VALUES", 1),  # a piece is one group
-            mock.patch.object(parallel_vae, "engines_on", return_value=engines),
+            mock.patch.object(run, "engines_on", return_value=engines),
         ):
             handle = parallelize_decode(vae, mode=mode, strict=False)
             apart = float((vae.decode(latent).sample.float() - exact).norm())

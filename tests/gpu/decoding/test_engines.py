@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanshim.core.decoding import parallel_vae, parallelize_decode
+from wanshim.core.decoding import parallelize_decode, run
 from wanshim.core.decoding.operators import engines
 from wanshim.core.decoding.operators.attention_kernel import attend, attend_in_parts
 from wanshim.core.decoding.operators.base import FastOperators
@@ -95,15 +95,13 @@ def test_strict_decode_through_engines_has_the_bits_of_diffusers(
 ) -> None:
     monkeypatch.setattr(engines, "engine_folder", lambda: tmp_path / "kept")
     monkeypatch.setattr(engines, "_LIMIT", 10.0)  # for so small a picture torch's own engine is the faster one
-    monkeypatch.setattr(
-        parallel_vae, "engines_on", lambda device, share, dtype: engines.engines_on(device, None, dtype)
-    )
+    monkeypatch.setattr(run, "engines_on", lambda device, share, dtype: engines.engines_on(device, None, dtype))
     vae, latent = on_gpu(layout, torch.bfloat16, 5)
     reference = vae.decode(latent).sample
     handle = parallelize_decode(vae)
     for _ in range(2):
         assert torch.equal(vae.decode(latent).sample, reference)
-    ways = handle.parallel._checks.ways._found.values()
+    ways = handle.parallel.operators.checks.ways._found.values()
     handle.remove()
     assert any(way.relaid not in (None, torch_convolve) for way in ways)
 

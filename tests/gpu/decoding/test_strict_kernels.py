@@ -24,7 +24,7 @@ def test_strict_on_one_gpu_has_the_bits_of_diffusers_with_norms_in_one_kernel(la
     handle = parallelize_decode(vae)
     for _ in range(2):
         assert torch.equal(vae.decode(latent).sample, reference)
-    checks = handle.parallel._checks
+    checks = handle.parallel.operators.checks
     handle.remove()
     assert set(checks._norms.values()) == {Sizes.WIDE}
     assert all(checks._cast_inside.values())

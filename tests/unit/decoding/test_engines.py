@@ -13,7 +13,7 @@ import torch
 
 from tests.distributed.decoding.tiny import make_latent, make_vae
 from tests.unit.decoding.engines_double import PADDING, STRIDE, Double, Made, Timed, inputs, key_of
-from wanshim.core.decoding import parallel_vae, parallelize_decode
+from wanshim.core.decoding import parallelize_decode, run
 from wanshim.core.decoding.operators import convolution, winograd
 from wanshim.core.decoding.operators import engines as engines_module
 from wanshim.core.decoding.operators.base import FastOperators
@@ -474,7 +474,7 @@ def test_fast_decode_by_winograd_is_as_close_as_without(
     apart = []
     for product in (1.4, 0.1):  # ms: six take longer than the direct convolution, or less
         engines = Engines(Timed({1: Made(8.0)}, product), EngineStore(tmp_path / str(product)))  # type: ignore[arg-type]
-        monkeypatch.setattr(parallel_vae, "engines_on", lambda *args, engines=engines: engines)
+        monkeypatch.setattr(run, "engines_on", lambda *args, engines=engines: engines)
         handle = parallelize_decode(vae, strict=False)
         apart.append((vae.decode(latent).sample.float() - exact).norm())
         assert handle.plan is not None

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.decoding.tiny import LAYOUTS, encode, make_latent, make_vae, make_video, tiny, vae_config
-from wanshim.core.decoding import Binding, parallel_vae, parallelize_decode, parallelize_encode, read_graph
+from wanshim.core.decoding import Binding, ParallelVae, call, parallelize_decode, parallelize_encode, read_graph, run
 from wanshim.core.decoding.model.binding import find_binding
-from wanshim.core.decoding.plan import VaeJob
+from wanshim.core.decoding.plan import CallFacts, VaeJob
 from wanshim.errors import ModelInvalid
 
 THIRD_PARTY = """
@@ -31,6 +31,18 @@ def build_decoder(vae):
     graph = read_graph(vae, own=lambda vae, z: vae.frames(z))
     return Binding(graph=graph, target=vae, methods={"frames": lambda call, vae, latent: call(latent)})
 """
+
+
+ALONE: Any = SimpleNamespace(size=1, rank=0, ranks=[0], verb="decode")
+
+
+def facts(parallel: ParallelVae, given: torch.Tensor) -> CallFacts:
+    return parallel._facts(ALONE, given, parallel._state(given), None, lean=False)
+
+
+def agreed(parallel: ParallelVae, given: torch.Tensor, *others: CallFacts) -> VaeJob:
+    every = [facts(parallel, given), *others]
+    return parallel._agree(ALONE, given, parallel._state(given), every, None, lean=False)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -258,7 +270,7 @@ def test_latent_that_wants_gradients_keeps_its_frames_whatever_the_output() -> N
 @pytest.mark.parametrize("parallelize", [parallelize_decode, parallelize_encode])
 def test_engines_are_asked_for_unless_they_are_off(parallelize: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[torch.device] = []
-    monkeypatch.setattr(parallel_vae, "engines_on", lambda device, *args: asked.append(device))
+    monkeypatch.setattr(run, "engines_on", lambda device, *args: asked.append(device))
     parallelize(make_vae("2.1"), engines=False).remove()
     assert asked == []
     parallelize(make_vae("2.1")).remove()
@@ -279,17 +291,13 @@ def test_ranks_predict_for_every_convolution_that_stays_channels_first_on_any_of
     vae, latent = make_vae("2.1"), make_latent(1)
     handle = parallelize_decode(vae)
     parallel = handle.parallel
-    monkeypatch.setattr(parallel._checks.ways, "channels_first", lambda shape: own)
-
-    class Both:
-        size, ranks = 2, (0, 1)
-
-        def meet(self, mine: dict[str, Any], patience: float) -> list[dict[str, Any]]:
-            return [mine, mine | {"strict_cuda": True, "channels_first": other, "by_winograd": True}]
-
-    job, _ = parallel._agree(Both(), latent, None, lean=False)  # type: ignore[arg-type]
+    theirs = replace(facts(parallel, latent), strict_cuda=True, channels_first=other, by_winograd=True)
+    assert not agreed(parallel, latent, theirs).strict_cuda  # this rank has no GPU
+    monkeypatch.setattr(parallel.operators, "fused", lambda given: True)
+    monkeypatch.setattr(parallel.operators.checks.ways, "channels_first", lambda shape: own)
+    job = agreed(parallel, latent, theirs)
+    assert job.strict_cuda
     assert job.channels_first == together
-    assert not job.strict_cuda  # this rank has no GPU
     assert job.by_winograd  # the other takes the memory
     handle.remove()
 
@@ -303,18 +311,18 @@ def test_host_that_compares_waits_for_the_device_within_the_deadline_of_the_call
         by_winograd: Any = None
 
     engines, drained = Engines(), []
-    monkeypatch.setattr(parallel_vae, "engines_on", lambda *args: engines)
+    monkeypatch.setattr(run, "engines_on", lambda *args: engines)
     handle = parallelize_decode(make_vae("2.1"), strict=strict)
     parallel, latent = handle.parallel, make_latent(1)
-    job = replace(parallel._job((1, 4, 1, 9, 14), 1, 4, None, None, False), strict_cuda=True)
+    job = parallel._job((1, 4, 1, 9, 14), 1, torch.float32, strict_cuda=True)
     plan = parallel._plans(job)[0]
 
     class Comm:
         def checkpoint(self, *, drain: bool) -> None:
             drained.append(drain)
 
-    with parallel._operators(Comm(), plan, job, latent):  # type: ignore[arg-type]
-        (parallel._checks.ways if strict else engines).settle()
+    with parallel.operators.of(Comm(), plan, job, latent, torch.float32):  # type: ignore[arg-type]
+        (parallel.operators.checks.ways if strict else engines).settle()
     assert drained == [True]
     handle.remove()
 
@@ -322,12 +330,12 @@ def test_host_that_compares_waits_for_the_device_within_the_deadline_of_the_call
 @pytest.mark.parametrize("fits", [True, False])
 def test_operators_use_winograd_only_where_the_plan_does(fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     engines = SimpleNamespace(settle=None, by_winograd=object())
-    monkeypatch.setattr(parallel_vae, "engines_on", lambda *args: engines)
+    monkeypatch.setattr(run, "engines_on", lambda *args: engines)
     handle = parallelize_decode(make_vae("2.1"), strict=False)
     parallel, latent = handle.parallel, make_latent(1)
-    job = replace(parallel._job((1, 4, 1, 9, 14), 1, 4, None, None, False), by_winograd=fits)
+    job = parallel._job((1, 4, 1, 9, 14), 1, torch.float32, by_winograd=fits)
     comm: Any = SimpleNamespace(checkpoint=lambda **how: None)
-    with parallel._operators(comm, parallel._plans(job)[0], job, latent) as ops:
+    with parallel.operators.of(comm, parallel._plans(job)[0], job, latent, torch.float32) as ops:
         assert ops._by_winograd is (engines.by_winograd if fits else None)  # type: ignore[attr-defined]
     handle.remove()
 
@@ -344,19 +352,19 @@ def test_operators_use_winograd_only_where_the_plan_does(fits: bool, monkeypatch
 def test_winograd_is_planned_for_fast_decodes_in_16_bits_with_engines(
     dtype: torch.dtype, strict: bool, engines: object, asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parallel_vae, "engines_on", lambda *args: engines)
+    monkeypatch.setattr(run, "engines_on", lambda *args: engines)
     handle = parallelize_decode(make_vae("2.1", dtype), strict=strict)
-    alone: Any = SimpleNamespace(size=1, ranks=(0,), meet=lambda mine, patience: [mine])
-    assert handle.parallel._agree(alone, make_latent(1, dtype=dtype), None, lean=False)[0].by_winograd is asked
+    assert agreed(handle.parallel, make_latent(1, dtype=dtype)).by_winograd is asked
     handle.remove()
 
 
 def test_plans_are_made_again_only_for_another_job(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[VaeJob] = []
-    possible = parallel_vae.possible_plans
-    monkeypatch.setattr(parallel_vae, "possible_plans", lambda graph, job: made.append(job) or possible(graph, job))  # type: ignore[func-returns-value]
+    possible = call.possible_plans
+    monkeypatch.setattr(call, "possible_plans", lambda graph, job: made.append(job) or possible(graph, job))  # type: ignore[func-returns-value]
     free = iter((2**40, 2**39, 2**38, 1))
-    monkeypatch.setattr(parallel_vae, "free_bytes", lambda device: next(free))
+    own = ParallelVae._facts
+    monkeypatch.setattr(ParallelVae, "_facts", lambda *given: replace(own(*given), free=next(free)))
     vae = make_vae("2.1")
     handle = parallelize_decode(vae, raise_failures=True)
     shapes = [(1, 4, frames, 4, 6) for frames in (1, 1, 2)]
@@ -370,14 +378,16 @@ def test_plans_are_made_again_only_for_another_job(monkeypatch: pytest.MonkeyPat
 
 def test_call_that_takes_most_of_the_free_memory_begins_without_cached_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     released: list[str] = []
-    monkeypatch.setattr(parallel_vae, "release_cached", lambda device: released.append(device.type))
+    monkeypatch.setattr(run, "release_cached", lambda device: released.append(device.type))
     vae, latent = make_vae("2.1"), make_latent(3)
     expected = vae.decode(latent).sample
     handle = parallelize_decode(vae)
     assert torch.equal(vae.decode(latent).sample, expected)  # how much is free is not known
-    peak = max(handle.plan.peak)
+    peak, own = max(handle.plan.peak), ParallelVae._facts
     for share, times in ((0.6, 0), (0.8, 1), (0.8, 2)):
-        monkeypatch.setattr(parallel_vae, "free_bytes", lambda device, share=share: int(peak / share))
+        monkeypatch.setattr(
+            ParallelVae, "_facts", lambda *given, share=share: replace(own(*given), free=int(peak / share))
+        )
         assert torch.equal(vae.decode(latent).sample, expected)
         assert released == ["cpu"] * times
     handle.remove()
@@ -387,12 +397,12 @@ def test_weights_that_lie_channels_last_are_left_to_the_framework_s_own_steps(mo
     vae, latent = make_vae("2.1"), make_latent(1)
     handle = parallelize_decode(vae)
     parallel = handle.parallel
-    monkeypatch.setattr(parallel_vae, "available", lambda like: True)  # as on a GPU
-    monkeypatch.setattr(parallel._checks, "prepare", lambda *args: True)
-    assert parallel._strict_cuda(latent)
+    monkeypatch.setattr(run, "available", lambda like: True)  # as on a GPU
+    monkeypatch.setattr(parallel.operators.checks, "prepare", lambda *args: True)
+    assert facts(parallel, latent).strict_cuda
     weight = vae.decoder.conv_in.weight
     weight.data = weight.data.contiguous(memory_format=torch.channels_last_3d)
-    assert not parallel._strict_cuda(latent)
+    assert not facts(parallel, latent).strict_cuda
     handle.remove()
 
 
@@ -401,24 +411,24 @@ def test_autocast_that_casts_nothing_leaves_strict_its_kernels(monkeypatch: pyte
     vae, latent = make_vae("2.1", torch.bfloat16), make_latent(1, dtype=torch.bfloat16)
     handle = parallelize_decode(vae)
     parallel = handle.parallel
-    monkeypatch.setattr(parallel_vae, "available", lambda like: True)  # as on a GPU
-    monkeypatch.setattr(parallel._checks, "prepare", lambda *args: True)
-    assert parallel._strict_cuda(latent)
+    monkeypatch.setattr(run, "available", lambda like: True)  # as on a GPU
+    monkeypatch.setattr(parallel.operators.checks, "prepare", lambda *args: True)
+    assert facts(parallel, latent).strict_cuda
     with torch.autocast("cpu", torch.bfloat16):
-        assert parallel._strict_cuda(latent)
-        assert not parallel._strict_cuda(latent.float())
+        assert facts(parallel, latent).strict_cuda
+        assert not facts(parallel, latent.float()).strict_cuda
     with torch.autocast("cpu", torch.float16):
-        assert not parallel._strict_cuda(latent)
+        assert not facts(parallel, latent).strict_cuda
     norm = vae.decoder.norm_out
     assert parallel.graph.framework is not None
     parallel.graph.framework._rebound = lambda module: module is norm
     with monkeypatch.context() as patch:
         patch.setattr(norm, "forward", lambda x: type(norm).forward(norm, x).float())  # as CUDA's autocast has some
         with torch.autocast("cpu", torch.bfloat16):
-            assert not parallel._strict_cuda(latent)
+            assert not facts(parallel, latent).strict_cuda
     vae.decoder.conv_out.float()
     with torch.autocast("cpu", torch.bfloat16):
-        assert not parallel._strict_cuda(latent)
+        assert not facts(parallel, latent).strict_cuda
     handle.remove()
 
 
@@ -439,7 +449,8 @@ def test_fast_under_autocast_computes_and_answers_in_its_dtype() -> None:
     handles = [parallelize_decode(vae, strict=False), parallelize_encode(vae, strict=False)]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = [vae.decode(latent).sample.dtype, encode(vae, video).dtype]
-    computed = [handle.parallel._weights.dtype for handle in handles if handle.parallel._weights is not None]
+    weights = [handle.parallel.operators.weights for handle in handles]
+    computed = [each.dtype for each in weights if each is not None]
     for handle in handles:
         handle.remove()
     assert found == computed == [torch.bfloat16, torch.bfloat16]

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks import kernel_table as recorded
 from tests.distributed.decoding.tiny import make_latent, make_vae
-from wanshim.core.decoding import ParallelVae, VaeFallback, VaeOptions, parallel_vae, parallelize_decode, read_graph
+from wanshim.core.decoding import ParallelVae, VaeFallback, VaeOptions, call, parallelize_decode, read_graph, run
 from wanshim.core.decoding.operators import kernel_compiler, strict_checks
 from wanshim.core.decoding.operators.convolution import torch_convolve
 from wanshim.core.decoding.operators.kernel_compiler import (
@@ -49,6 +49,7 @@ from wanshim.core.decoding.operators.kernel_compiler import (
 )
 from wanshim.core.decoding.operators.layout import used_strides
 from wanshim.core.decoding.operators.strict_checks import Checks, Sizes, sizes_of
+from wanshim.core.decoding.proof import CompareState
 
 triton = pytest.importorskip("triton", reason="this torch comes without Triton")
 LAUNCH = Launch(of={"torch": ("decode",)}, kernel="strict_kernels._norm", arguments={}, options={})
@@ -297,13 +298,12 @@ def awaited(
         asked.extend({id(each): each for launches in calls.values() for each in launches}.values())
         return {call: [Kernel(each, device, dtype) for each in launches] for call, launches in calls.items()}
 
-    monkeypatch.setattr(parallel_vae.COMPILER, "start", start)
-    monkeypatch.setattr(parallel_vae, "missing", lambda kernels, *seconds: waited.extend(kernels) or True)
-    parallel._kernels.clear()
+    monkeypatch.setattr(run.COMPILER, "start", start)
+    monkeypatch.setattr(run, "missing", lambda kernels, *seconds: waited.extend(kernels) or True)
+    parallel.operators._kernels.clear()
     with FakeTensorMode():
         given = torch.empty(shape, dtype=dtype, device="cuda")
-    monkeypatch.setattr(parallel, "_dtype", lambda given: given.dtype)
-    assert parallel._why_left(given) == parallel_vae.NOT_COMPILED
+    assert parallel._why_left(given, CompareState(dtype=dtype), casts=False) == call.NOT_COMPILED
     return [each.launch for each in waited], asked
 
 
@@ -335,8 +335,8 @@ def test_call_waits_for_what_its_convolutions_lead_to_on_this_gpu(
     vae = recorded.make_vae(layout, torch.device("meta"), torch.bfloat16)  # a graph does not keep it
     graph = read_graph(vae, verb)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: gpu)
-    monkeypatch.setattr(parallel_vae, "engines_on", lambda *about: object() if engines else None)
-    monkeypatch.setattr(parallel_vae, "sizes_of", lambda graph, dtype: {Sizes.WIDE})
+    monkeypatch.setattr(run, "engines_on", lambda *about: object() if engines else None)
+    monkeypatch.setattr(run, "sizes_of", lambda graph, dtype: {Sizes.WIDE})
     parallel = ParallelVae(graph, options=VaeOptions(strict=strict))
     batch, frames, height, width = latent
     pixels = recorded.LAYOUTS[layout].factor
@@ -356,7 +356,8 @@ def test_call_waits_for_what_its_convolutions_lead_to_on_this_gpu(
         assert usual == sorted(usual, reverse=True), "the others come last"
         assert set(usual) == {True, False} or not strict  # one kernel serves fast calls either way
     with FakeTensorMode():
-        assert parallel._why_left(torch.empty(shape[1:], dtype=torch.bfloat16, device="cuda")) is None
+        given = torch.empty(shape[1:], dtype=torch.bfloat16, device="cuda")
+        assert parallel._why_left(given, CompareState(dtype=torch.bfloat16), casts=False) is None
 
 
 @pytest.mark.parametrize(
@@ -367,8 +368,8 @@ def test_what_a_gpu_was_seen_to_launch_holds_for_nothing_else(other: str, monkey
     vae = recorded.make_vae("2.1", torch.device("meta"), torch.bfloat16)  # a graph does not keep it
     graph = read_graph(vae)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(parallel_vae, "engines_on", lambda *about: object())
-    monkeypatch.setattr(parallel_vae, "sizes_of", lambda graph, dtype: {Sizes.WIDE})
+    monkeypatch.setattr(run, "engines_on", lambda *about: object())
+    monkeypatch.setattr(run, "sizes_of", lambda graph, dtype: {Sizes.WIDE})
     parallel, shape = ParallelVae(graph), (1, 16, 3, 88, 160)
     usual, _ = awaited(parallel, shape, monkeypatch)
     dtype = torch.float16 if other == "fp16" else torch.bfloat16
@@ -427,8 +428,8 @@ def test_call_is_the_frameworks_while_kernels_are_compiled(
     vae, latent, kernels = make_vae("2.1"), make_latent(2), [compiling()]
     expected = vae.decode(latent).sample
     handle = parallelize_decode(vae)
-    monkeypatch.setattr(handle.parallel, "_kernels_ahead", lambda device, dtype: {CALL: kernels})
-    monkeypatch.setattr(parallel_vae, "kernel_set", lambda *args, **mode: "decode")
+    monkeypatch.setattr(handle.parallel.operators, "kernels_ahead", lambda device, dtype: {CALL: kernels})
+    monkeypatch.setattr(run, "kernel_set", lambda *args, **mode: "decode")
     assert torch.equal(vae.decode(latent).sample, expected)
     assert handle.parallel.plan is None
     assert "left to the framework: its kernels are being compiled" in caplog.text
@@ -445,8 +446,8 @@ def test_strict_call_that_asked_for_tiles_does_not_get_them_while_kernels_are_co
     """It would have other frames than later ones."""
     vae, latent = make_vae("2.1"), make_latent(1)
     parallel = ParallelVae(read_graph(vae), options=VaeOptions(strict=strict))
-    monkeypatch.setattr(parallel, "_kernels_ahead", lambda device, dtype: {CALL: [compiling()]})
-    monkeypatch.setattr(parallel_vae, "kernel_set", lambda *args, **mode: "decode")
+    monkeypatch.setattr(parallel.operators, "kernels_ahead", lambda device, dtype: {CALL: [compiling()]})
+    monkeypatch.setattr(run, "kernel_set", lambda *args, **mode: "decode")
     expected = vae.decode(latent).sample
     if strict:
         frames = parallel(latent, lean=True)
@@ -463,8 +464,8 @@ def test_call_that_autocast_casts_is_strict_without_kernels(
 ) -> None:
     vae, latent = make_vae("2.1", dtype), make_latent(1, dtype=dtype)
     handle = parallelize_decode(vae)
-    monkeypatch.setattr(handle.parallel, "_kernels_ahead", lambda device, dtype: {CALL: [compiling()]})
-    monkeypatch.setattr(parallel_vae, "kernel_set", lambda *args, **mode: "decode")
+    monkeypatch.setattr(handle.parallel.operators, "kernels_ahead", lambda device, dtype: {CALL: [compiling()]})
+    monkeypatch.setattr(run, "kernel_set", lambda *args, **mode: "decode")
     with torch.autocast("cpu", torch.bfloat16):
         vae.decode(latent)
     waits_for_kernels = handle.parallel.plan is None
@@ -585,17 +586,18 @@ def test_kernels_that_a_process_has_compiled_are_waited_for_in_the_next_ones(mon
 def test_nothing_is_begun_while_a_call_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     vae, latent = make_vae("2.1"), make_latent(1)
     compiler, begun = KernelCompiler(), []
-    monkeypatch.setattr(parallel_vae, "COMPILER", compiler)
+    monkeypatch.setattr(call, "COMPILER", compiler)
+    compiler.started = True  # another VAE has asked for kernels
     monkeypatch.setattr(Kernel, "compile", lambda self: (begun.append(self), self.done.set()))
     handle = parallelize_decode(vae)
-    own = handle.parallel._run_plans
+    own = run.CallRun.run
 
     def run_plans(*args: Any) -> Any:
         (asked,) = started(compiler, LAUNCH)
         assert not asked.done.wait(0.2)
         return own(*args)
 
-    monkeypatch.setattr(handle.parallel, "_run_plans", run_plans)
+    monkeypatch.setattr(run.CallRun, "run", run_plans)
     vae.decode(latent)
     (asked,) = started(compiler, LAUNCH)
     assert asked.done.wait(20)
@@ -763,15 +765,15 @@ def test_kernels_are_compiled_ahead_where_a_framework_can_step_in(
 ) -> None:
     asked: list[torch.device] = []
     compiler = SimpleNamespace(start=lambda calls, device, dtype: asked.append(device) or {})  # type: ignore[func-returns-value]
-    monkeypatch.setattr(parallel_vae, "COMPILER", compiler)
-    monkeypatch.setattr(parallel_vae, "engines_on", lambda *about: None)  # they ask the GPU
+    monkeypatch.setattr(run, "COMPILER", compiler)
+    monkeypatch.setattr(run, "engines_on", lambda *about: None)  # they ask the GPU
     vae = make_vae("2.1", torch.bfloat16)
     graph = parallelize_decode(vae).binding.graph if framework else replace(read_graph(vae), framework=None)
     parallel = ParallelVae(graph, None, VaeOptions(), learning)
     for _ in range(2):
-        parallel._kernels_ahead(torch.device(device), torch.bfloat16)
+        parallel.operators.kernels_ahead(torch.device(device), torch.bfloat16)
     assert len(asked) == started
-    parallel.wait_for_kernels()
+    parallel.operators.wait_for_kernels()
 
 
 def test_strides_that_are_not_used_compile_no_kernel_of_their_own() -> None:

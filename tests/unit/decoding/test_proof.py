@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from tests.distributed.decoding.tiny import LAYOUTS, encode, make_latent, make_vae, make_video
-from wanshim.core.decoding import Graph, VaeHandle, parallelize_decode, parallelize_encode
+from wanshim.core.decoding import Graph, find_binding, parallelize_decode, parallelize_encode, read_graph
 from wanshim.core.decoding.model.framework import Framework
 from wanshim.core.decoding.operators.base import StrictOperators
 from wanshim.core.decoding.operators.window import Window
 from wanshim.core.decoding.plan import VaeJob
-from wanshim.core.decoding.proof import Standing
+from wanshim.core.decoding.proof import CompareState
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, applies: Callable[[Window], bool] = lambda window: True) -> None:
@@ -118,12 +118,12 @@ def test_first_call_of_a_size_is_compared_and_later_ones_are_at_intervals(asked:
         vae.decode(make_latent(frames))
     assert asked[0] == 2
     assert len([frames for frames in asked if frames == 2]) == 2
-    (standing, _) = handle.parallel._standings.values()
-    standing.calls_left = 0
+    (state, _) = handle.parallel._states.values()
+    state.calls_left = 0
     asked.clear()
     vae.decode(make_latent(5))
     assert asked[0] == 4
-    assert standing.calls_left > 100
+    assert state.calls_left > 100
     handle.remove()
 
 
@@ -132,8 +132,8 @@ def test_fault_that_comes_later_is_seen_at_the_next_comparison(monkeypatch: pyte
     expected = vae.decode(latent).sample
     handle = parallelize_decode(vae)
     vae.decode(latent)
-    (standing,) = handle.parallel._standings.values()
-    standing.calls_left = 0
+    (state,) = handle.parallel._states.values()
+    state.calls_left = 0
     spoil(monkeypatch)
     assert torch.equal(vae.decode(latent).sample, expected)
     handle.remove()
@@ -203,22 +203,21 @@ def test_tiling_that_is_replaced_is_said_once(caplog: pytest.LogCaptureFixture) 
 @pytest.mark.parametrize(("latents", "workers"), [(21, 1), (21, 4), (1, 1), (81, 8)])
 def test_comparisons_after_the_first_take_less_than_half_a_percent(latents: int, workers: int) -> None:
     job = VaeJob(latent=(1, 16, latents, 8, 8), itemsize=2, ranks=workers, strict=True)
-    standing = Standing()
+    state = CompareState(dtype=torch.bfloat16)
     for _ in range(6):
-        standing.passed("a kind", "some", job)
-        frames = standing.frames_of(job)
+        state.passed("a kind", "some", job)
+        frames = state.frames_of(job)
         work = (frames - 0.68) * (2 if workers > 1 else 1)  # beside it, over ranks, a short call
-        assert work / (standing.calls_left * (latents - 0.68) * 0.4 / workers) < 0.005
-    assert standing.frames_of(job) == latents
+        assert work / (state.calls_left * (latents - 0.68) * 0.4 / workers) < 0.005
+    assert state.frames_of(job) == latents
 
 
 def test_graph_of_no_framework_is_not_compared(asked: list[int]) -> None:
     from dataclasses import replace
 
     vae = make_vae("2.1")
-    handle: VaeHandle = parallelize_decode(vae)
-    graph: Graph = replace(handle.parallel.graph, framework=None)  # type: ignore[type-var]
-    handle.parallel.graph = graph
+    graph: Graph = replace(read_graph(vae), framework=None)  # type: ignore[type-var]
+    handle = parallelize_decode(vae, binding=replace(find_binding(vae), graph=graph))
     vae.decode(make_latent(2))
     assert asked == []
     assert handle.plan is not None

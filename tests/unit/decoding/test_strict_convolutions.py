@@ -387,7 +387,7 @@ def test_norm_with_a_faster_forward_of_its_framework_is_compared_like_any_other(
     monkeypatch.setattr(strict_checks, "_same_norm", same_norm)
     vae, like = make_vae("2.1", torch.bfloat16), torch.empty(0, dtype=torch.bfloat16)
     graph = read_graph(vae, rebound=lambda module: module is vae.decoder.norm_out)
-    checks = ParallelVae(graph)._checks
+    checks = ParallelVae(graph).operators.checks
     faster, strange = graph.norm_out, graph.stages[0].blocks[0].norm1  # type: ignore[union-attr]
     assert checks.norm(faster, like) is Sizes.WIDE
     for norm in (faster, strange):

@@ -109,7 +109,7 @@ DECODE = """
 import contextlib, json, os
 import torch
 from tests.distributed.decoding.tiny import make_latent, make_vae
-from wanshim.core.decoding import parallel_vae, parallelize_decode, parallelize_encode
+from wanshim.core.decoding import parallelize_decode, parallelize_encode, run
 from wanshim.core.decoding.operators import strict_checks, strict_convolutions
 from wanshim.core.decoding.operators.convolution import torch_convolve
 
@@ -120,9 +120,9 @@ class Torch:  # cuDNN needs a GPU: tests/gpu has its engines
     call = staticmethod(contextlib.nullcontext)
 
 torch.set_num_threads(1)
-parallel_vae.available = lambda like: True
+run.available = lambda like: True
 if os.environ["BREAK"] == "nothing, channels last":
-    parallel_vae.engines_on = lambda *args: Torch()
+    run.engines_on = lambda *args: Torch()
 if os.environ["BREAK"] == "norm":
     strict_checks._same_norm = lambda *args: False
 if os.environ["BREAK"] == "conv":
@@ -137,7 +137,7 @@ handle = parallelize_decode(vae)
 names, of = set(), strict_convolutions.Ways.of
 strict_convolutions.Ways.of = lambda ways, conv, *args: (names.add(conv.name), of(ways, conv, *args))[1]
 equal = [torch.equal(vae.decode(latent).sample, expected) for _ in range(2)]
-checks = handle.parallel._checks
+checks = handle.parallel.operators.checks
 ways, count = checks.ways, len(names)
 handle.remove()
 video = torch.randn(1, 3, 9, 16, 24)

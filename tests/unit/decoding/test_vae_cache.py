@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.distributed.decoding.tiny import make_latent, make_vae
 from tests.forked_child import in_forked_child
-from wanshim.core.decoding import parallel_vae, read_graph, vae_cache
+from wanshim.core.decoding import call, read_graph, vae_cache
 from wanshim.errors import RankAbsent
 
 
@@ -49,7 +49,7 @@ def test_decode_in_a_child_that_a_rank_has_forked_says_so() -> None:
 
 def test_rank_that_stayed_away_is_waited_for_a_short_time_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a script that decodes on one rank alone, which would wait for the deadline in each call."""
-    monkeypatch.setattr(parallel_vae, "AFTER_ABSENCE", 0.05)
+    monkeypatch.setattr(call, "AFTER_ABSENCE", 0.05)
     vae, cache = make_vae("2.1"), vae_cache.VaeCache(read_graph)
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2, timeout=timedelta(seconds=20))
     try:
