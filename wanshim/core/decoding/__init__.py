@@ -1,15 +1,14 @@
 """Decode room: one Wan VAE for four frameworks, decoder and encoder, split in time, in space or in tiles over GPUs."""
 
 from wanshim.core.decoding.model.binding import Binding, Call, Compute, find_binding
-from wanshim.core.decoding.model.encoder_graph import Average, Downsample, DownStage, EncoderGraph, Graph
+from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.model.framework import VaeFallback, compute_untiled
-from wanshim.core.decoding.model.graph import Attention, Conv, DecoderGraph, Duplicate, Norm, ResBlock, Stage, Upsample
+from wanshim.core.decoding.model.graph import DecoderGraph
 from wanshim.core.decoding.model.modules import ModuleReader
 from wanshim.core.decoding.model.reader import read_graph
 from wanshim.core.decoding.model.wan_reader import read_wan_graph
 from wanshim.core.decoding.plan import TileSettings
 from wanshim.core.decoding.ranks.output import OutputSpec
-from wanshim.core.shared.fallback import framework_computes
 
 from .call import ParallelVae, VaeOptions, input_first
 from .handle import VaeHandle, parallelize_decode, parallelize_encode
@@ -18,36 +17,24 @@ from .planner import make_plans
 from .vae_cache import VaeCache, held_alone, held_by, sequence_group
 
 __all__ = [
-    "Attention",
-    "Average",
     "Binding",
     "Call",
     "Compute",
-    "Conv",
     "VaeHandle",
     "VaeJob",
     "VaeOptions",
     "VaePlan",
     "DecoderGraph",
-    "DownStage",
-    "Downsample",
-    "Duplicate",
-    "EncoderGraph",
     "Graph",
     "ModuleReader",
-    "Norm",
     "VaeFallback",
     "compute_untiled",
     "OutputSpec",
     "ParallelVae",
-    "ResBlock",
     "VaeCache",
-    "Stage",
     "TileSettings",
-    "Upsample",
     "find_binding",
     "input_first",
-    "framework_computes",
     "held_alone",
     "held_by",
     "make_plans",

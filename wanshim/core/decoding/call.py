@@ -43,19 +43,12 @@ _LARGE = (9, 128, 128)  # latent frames, height and width, for which every mode 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VaeOptions:
-    """What a caller may choose.
+    """The choices of a caller; see `parallelize_decode` for those not named here.
 
     Args:
         mode: auto, temporal, spatial or, of a decode, tile.
-        axis: what spatial mode splits: auto (the longer), height or width.
-        strict: the framework's own bits where the mode allows it, which is compared (`proof.py`); False: the fast
-            operators.
-        engines: time cuDNN's engines once on this GPU, where its frontend is installed, and take the fastest; False:
-            those that torch takes.
-        chunk: latent frames per step of the fast operators; None: by memory.
+        strict: the framework's own bits where the mode allows it, which is compared (`proof.py`).
         active: how many ranks of the group compute, the first ones; None: all. The others only receive.
-        deadline: seconds in which a failing call ends on every rank.
-        tiles: tile sizes, for mode tile.
         output: who receives what.
 
     Raises:
@@ -92,9 +85,7 @@ class ParallelVae:
         self.graph = graph
         self.group = group
         self.options = options if options is not None else VaeOptions()
-        self.operators = VaeOperators(
-            graph, strict=self.options.strict, engines=self.options.engines, learning=learning
-        )
+        self.operators = VaeOperators(graph, self.options.strict, self.options.engines, learning)
         self.plan: VaePlan | None = None
         self.missed = False  # a rank did not come to the last call
         self._comm: Comm | None = None
@@ -106,15 +97,13 @@ class ParallelVae:
         self._planned: tuple[VaeJob, list[VaePlan], tuple[VaePlan, ...]] | None = None
         self._said_tiles = False
 
-    def __call__(
-        self, given: torch.Tensor, *, tiles: TileSettings | None = None, lean: bool = False
-    ) -> torch.Tensor | None:
+    def __call__(self, given: torch.Tensor, *, tiles: TileSettings | None = None, lean: bool = False) -> torch.Tensor:
         """Decode a latent, or encode a video.
 
         Returns:
             Of a latent [B, Z, t, h, w] frames [B, C, T, H, W] in -1..1 (or uint8); of a video [B, C, T, H, W] the mean
-            and the logarithm of the variance [B, 2 Z, t, h, w]. None on a rank that keeps no output: it is not among
-            the output's ranks, or a callback took the frames.
+            and the logarithm of the variance [B, 2 Z, t, h, w]. Without elements on a rank that keeps no output: it is
+            not among the output's ranks, or a callback took the frames.
 
         Args:
             tiles: the caller's tile sizes, in place of the options'.
@@ -135,11 +124,7 @@ class ParallelVae:
             job = self._agree(comm, given, state, facts, tiles, lean)
             with COMPILER.paused() if COMPILER.started else contextlib.nullcontext():
                 run = CallRun(self.operators, comm, job, given, self.options.output, state, self._show)
-                return run.run(self._plans(job), facts)
-
-    def result(self, given: torch.Tensor, *, tiles: TileSettings | None = None, lean: bool = False) -> torch.Tensor:
-        """The same for the method of a VAE: a tensor without elements where this rank keeps no output."""
-        output = self(given, tiles=tiles, lean=lean)
+                output = run.run(self._plans(job), facts)
         return given.new_empty(0) if output is None else output
 
     def in_place_of(
@@ -161,7 +146,7 @@ class ParallelVae:
         def shared(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = input_first(original, args, kwargs)
             self.refuse_traced(*args)
-            return compute(self.result, target, *args, **kwargs)
+            return compute(self, target, *args, **kwargs)
 
         def own(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)

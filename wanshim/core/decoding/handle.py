@@ -150,9 +150,9 @@ def parallelize_encode(
 ) -> VaeHandle:
     """Let all ranks of `group` share every encode of `vae`; its encode method is called as before, on every rank.
 
-    Every rank passes the same video and gets the whole latent.
+    Every rank passes the same video and gets the whole latent. Arguments not named here are `parallelize_decode`'s.
 
-    Args (see `parallelize_decode` for the others):
+    Args:
         mode: temporal (the framework's bits when strict), spatial (within 1e-5 in fp32; for single images and for
             memory), or auto, which takes the fastest exact one that fits in memory.
         raise_failures: raise what makes an encode fail. False: the framework computes it on every rank, with a warning.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from wanshim.core.decoding.model.encoder_graph import Average, Downsample, EncoderGraph, Graph
 from wanshim.core.decoding.model.graph import Attention, Conv, DecoderGraph, ResBlock, Upsample
@@ -53,13 +54,9 @@ def working_bytes(
         channels_first: the convolutions that strict operators do not compute channels last; None: all.
         by_winograd: fast operators compute 16-bit convolutions by Winograd's method; each that can is taken to do so.
     """
-    walk: _EncoderWalk | _DecoderWalk
-    if isinstance(graph, EncoderGraph):
-        walk = _EncoderWalk(extent, itemsize, passes, channels_first, by_winograd)
-        values = walk.peak(graph)
-    else:
-        walk = _DecoderWalk(extent, itemsize, passes, channels_first, by_winograd)
-        values = walk.peak(graph)
+    kind = _EncoderWalk if isinstance(graph, EncoderGraph) else _DecoderWalk
+    walk: Any = kind(extent, itemsize, passes, channels_first, by_winograd)
+    values = walk.peak(graph)
     return int((values + (walk.kept if keeps_history else 0.0)) * itemsize)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from math import prod
@@ -117,12 +117,21 @@ class VaeJob:
             return "fast"
         return "strict_cuda" if self.strict_cuda else "strict"
 
-    def working_bytes(self, graph: Graph, extent: Extent, *, keeps_history: bool) -> int:
-        """Peak bytes of computing `extent` of this job."""
+    def working_bytes(
+        self, graph: Graph, *, frames: int, chunk: int, first: bool, keeps_history: bool, **part: Any
+    ) -> int:
+        """Peak bytes of holding `frames` latent frames of this job and computing `chunk` of them at once.
+
+        Args:
+            first, part: fields of `memory.Extent`; of a rank that computes a part of the picture, which part.
+            keeps_history: other frames come before them.
+        """
+        b, _, _, h, w = self.latent
+        whole = {"batch": b, "frames": frames, "chunk": chunk, "height": h, "width": w, "first": first}
         known = self.channels_first if self.strict_cuda else None
         return working_bytes(
             graph,
-            extent,
+            Extent(**{**whole, **part}),
             self.itemsize,
             self.passes,
             keeps_history=keeps_history,
@@ -228,6 +237,25 @@ class VaePlan:
         if not self.strict:
             return self.exactness
         return f"{self.exactness}, {'compared' if self.compared else 'not compared'}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mode:
+    """One way to decode and to encode.
+
+    Args:
+        name: what a caller asks for, and what a plan says.
+        plan: the plans of this mode for a job, the largest chunk first; none where it does not apply.
+        run: runs a plan (`modes.network.VaeRun`). Every rank calls it and hands the same regions to the sink.
+        parallel: the ranks work together. False: each receiver computes everything, and no caller asks for it by name.
+        encodes: it can encode too.
+    """
+
+    name: str
+    plan: Callable[[Any, VaeJob], list[VaePlan]]
+    run: Callable[[Any], None]
+    parallel: bool = True
+    encodes: bool = True
 
 
 def build_plan(

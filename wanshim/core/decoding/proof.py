@@ -15,7 +15,6 @@ from time import perf_counter
 
 import torch
 
-from wanshim.core.decoding.memory import Extent
 from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.model.framework import Framework
 from wanshim.core.decoding.model.graph import Attention
@@ -115,8 +114,8 @@ class Comparison:
         free = free_bytes(self._given.device)
         b, c, _, h, w = self._job.latent
         output = self._graph.output_shape((b, c, frames, h, w))
-        extent = Extent(batch=b, frames=1, chunk=1, height=h, width=w, first=False)
-        work = self._job.plainly_strict().working_bytes(self._graph, extent, keeps_history=True)
+        plain = self._job.plainly_strict()
+        work = plain.working_bytes(self._graph, frames=1, chunk=1, first=False, keeps_history=True)
         work += max((self._scores(block, b, h * w) for block in self._graph.middle), default=0)
         return free is None or work + 3 * torch.Size(output).numel() * self._job.itemsize < _USABLE * free
 

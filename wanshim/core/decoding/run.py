@@ -61,7 +61,7 @@ class VaeOperators:
         learning: see `ParallelVae`.
     """
 
-    def __init__(self, graph: Graph, *, strict: bool, engines: bool, learning: float | None) -> None:
+    def __init__(self, graph: Graph, strict: bool, engines: bool, learning: float | None) -> None:
         self.graph = graph
         self.strict = strict
         self.checks = Checks() if graph.framework is None else Checks(graph.framework.is_replaced)

@@ -141,7 +141,7 @@ class VaeCache:
             parallel = self._of(vae, group, options)
             parallel.refuse_traced(given)
             agreement.ensure(group, call=self.verb, timeout_s=parallel.patience)
-            output = parallel.result(given, tiles=tiles, lean=lean)
+            output = parallel(given, tiles=tiles, lean=lean)
             self.plan = parallel.plan
             return output
         except RankDisagreement as error:

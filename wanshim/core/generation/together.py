@@ -91,9 +91,7 @@ def run(workers: Workers, size: int, vae: Any, verb: str, given: torch.Tensor) -
         workers.call(rank - 1, compute, vae, verb, file, number, rank, size, workers.deadline, given)
         for rank in range(1, size)
     ]
-    result = _with_replies(calls, parallel, partial(parallel, given))
-    assert result is not None, "process 0 gets the result"
-    return result
+    return _with_replies(calls, parallel, partial(parallel, given))
 
 
 def _with_replies(calls: list[RemoteCall], parallel: ParallelVae, own: Callable[[], T]) -> T:

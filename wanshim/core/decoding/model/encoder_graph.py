@@ -16,7 +16,7 @@ from typing import ClassVar, TypeAlias
 import torch
 from torch import nn
 
-from .graph import Attention, Coder, Conv, DecoderGraph, Norm, ResBlock, block_convs, block_norms
+from .graph import Attention, Coder, Conv, DecoderGraph, ResBlock, block_convs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -78,18 +78,8 @@ class EncoderGraph(Coder):
         return self.patch_size > 1 or any(stage.average is not None for stage in self.stages)
 
     @property
-    def scale_s(self) -> int:
-        """Rows and columns of the first convolution per latent one."""
-        return int(2 ** sum(stage.downsample is not None for stage in self.stages))
-
-    @property
-    def scale_t(self) -> int:
-        """Frames per latent frame, for every latent frame but the first."""
-        return int(2 ** sum(_halves_time(stage) for stage in self.stages))
-
-    def frames(self, latents: int) -> int:
-        """Frames that `latents` latent frames come from; a video's last ones are left over, as in the frameworks."""
-        return 1 + (latents - 1) * self.scale_t if latents else 0
+    def samplers(self) -> list[Downsample]:
+        return [stage.downsample for stage in self.stages if stage.downsample is not None]
 
     def extent(self, shape: Sequence[int]) -> tuple[int, int, int, int, int]:
         """Batch, channels, frames, height and width of an input, in units of the latent."""
@@ -134,15 +124,5 @@ class EncoderGraph(Coder):
             yield from block_convs(block)
         yield from (self.conv_out, self.quant)
 
-    def norms(self) -> Iterator[Norm]:
-        """Every norm."""
-        for block in (*(block for stage in self.stages for block in stage.blocks), *self.middle):
-            yield from block_norms(block)
-        yield self.norm_out
-
 
 Graph: TypeAlias = DecoderGraph | EncoderGraph
-
-
-def _halves_time(stage: DownStage) -> bool:
-    return stage.downsample is not None and stage.downsample.time_conv is not None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -146,6 +146,7 @@ class Coder:
     name: str
     conv_in: Conv
     middle: tuple[ResBlock | Attention, ...]
+    stages: tuple[Any, ...]
     norm_out: Norm
     conv_out: Conv
     patch_size: int = 1
@@ -157,6 +158,31 @@ class Coder:
         dtype = self.conv_in.current().weight.dtype
         assert isinstance(dtype, torch.dtype)
         return dtype
+
+    def frames(self, latents: int) -> int:
+        """Frames of a video of `latents` latent frames; an encode leaves a video's last ones over, as the frameworks
+        do."""
+        return 1 + (latents - 1) * self.scale_t if latents else 0
+
+    @property
+    def samplers(self) -> list[Any]:
+        """What halves or doubles the picture."""
+        raise NotImplementedError
+
+    @property
+    def scale_s(self) -> int:
+        """Rows and columns of the network's pixels (a decoder's outputs, an encoder's inputs) per latent one."""
+        return int(2 ** len(self.samplers))
+
+    @property
+    def scale_t(self) -> int:
+        """Frames per latent frame, for every latent frame but the first."""
+        return int(2 ** sum(sampler.time_conv is not None for sampler in self.samplers))
+
+    def norms(self) -> Iterator[Norm]:
+        for block in (*self.middle, *(block for stage in self.stages for block in stage.blocks)):
+            yield from block_norms(block)
+        yield self.norm_out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -176,12 +202,8 @@ class DecoderGraph(Coder):
     clamped: bool = True
 
     @property
-    def latent_channels(self) -> int:
-        return self.post_quant.in_channels
-
-    @property
     def input_channels(self) -> int:
-        return self.latent_channels
+        return self.post_quant.in_channels
 
     @property
     def input_sizes(self) -> str:
@@ -189,22 +211,8 @@ class DecoderGraph(Coder):
         return "none of them 0"
 
     @property
-    def scale_s(self) -> int:
-        """Decoder output pixels per latent pixel, before patches unfold."""
-        return int(2 ** sum(stage.upsample is not None for stage in self.stages))
-
-    @property
-    def scale_t(self) -> int:
-        """Frames per latent frame, for every latent frame but the first."""
-        return int(2 ** sum(_doubles_time(stage) for stage in self.stages))
-
-    @property
-    def image_channels(self) -> int:
-        return self.conv_out.out_channels // self.patch_size**2
-
-    def frames(self, latents: int) -> int:
-        """Frames that a video of `latents` latent frames has."""
-        return 1 + (latents - 1) * self.scale_t if latents else 0
+    def samplers(self) -> list[Upsample]:
+        return [stage.upsample for stage in self.stages if stage.upsample is not None]
 
     def extent(self, shape: Sequence[int]) -> tuple[int, int, int, int, int]:
         """Batch, channels, frames, height and width of an input, in units of the latent."""
@@ -217,7 +225,8 @@ class DecoderGraph(Coder):
 
     def output_shape(self, extent: tuple[int, int, int, int, int]) -> tuple[int, int, int, int, int]:
         b, _, t, h, w = extent
-        return b, self.image_channels, self.frames(t), h * self.output_scale, w * self.output_scale
+        channels = self.conv_out.out_channels // self.patch_size**2
+        return b, channels, self.frames(t), h * self.output_scale, w * self.output_scale
 
     @property
     def output_scale(self) -> int:
@@ -242,13 +251,6 @@ class DecoderGraph(Coder):
                 yield stage.upsample.conv
         yield self.conv_out
 
-    def norms(self) -> Iterator[Norm]:
-        """Every norm."""
-        blocks = (*self.middle, *(block for stage in self.stages for block in stage.blocks))
-        for block in blocks:
-            yield from block_norms(block)
-        yield self.norm_out
-
 
 def block_norms(block: ResBlock | Attention) -> tuple[Norm, ...]:
     return (block.norm,) if isinstance(block, Attention) else (block.norm1, block.norm2)
@@ -261,7 +263,3 @@ def block_convs(block: ResBlock | Attention) -> Iterator[Conv]:
     if block.shortcut is not None:
         yield block.shortcut
     yield from (block.conv1, block.conv2)
-
-
-def _doubles_time(stage: Stage) -> bool:
-    return stage.upsample is not None and stage.upsample.time_conv is not None

@@ -1,6 +1,7 @@
 """The modes of a decode, one file each with its plan and its run. A new mode is a new file and an entry here."""
 
-from .base import Mode
+from wanshim.core.decoding.plan import Mode
+
 from .single import SINGLE
 from .spatial import SPATIAL
 from .temporal import TEMPORAL

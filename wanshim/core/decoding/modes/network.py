@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -159,12 +159,6 @@ def _upsample(ops: Operators, upsample: Upsample, x: Pending, first: bool) -> _P
     return ops.conv(window)
 
 
-class Answer(Protocol):
-    """Answers a request of the network; nothing follows the `last` chunk, so nothing is kept of it."""
-
-    def __call__(self, request: Request, *, last: bool) -> torch.Tensor | None: ...
-
-
 class History:
     """The past of every causal convolution, by name. Zeros at the start of a video."""
 
@@ -209,9 +203,15 @@ def drive(chunk: Chunk, answer: Callable[[Request], torch.Tensor | None]) -> tor
 
 
 def run_in_order(
-    steps: Sequence[tuple[int, int]], chunk: Callable[[int, int], Chunk], answer: Answer
+    steps: Sequence[tuple[int, int]],
+    chunk: Callable[[int, int], Chunk],
+    answer: Callable[..., torch.Tensor | None],
 ) -> Iterator[torch.Tensor]:
-    """Compute one chunk after the other: those of the latent frames of each step."""
+    """Compute one chunk after the other: those of the latent frames of each step.
+
+    Args:
+        answer: answers a request of the network. Nothing follows the `last` chunk, so nothing is kept of it.
+    """
     for start, stop in steps:
         yield drive(chunk(start, stop), partial(answer, last=stop == steps[-1][1]))
 

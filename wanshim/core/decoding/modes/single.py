@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from wanshim.core.decoding.memory import Extent
 from wanshim.core.decoding.model.encoder_graph import Graph
-from wanshim.core.decoding.plan import VaeJob, VaePlan, build_plan, frame_work, spans
+from wanshim.core.decoding.plan import Mode, VaeJob, VaePlan, build_plan, frame_work, spans
 
-from .base import Mode
 from .network import History, VaeRun, run_in_order
 
 
@@ -17,9 +15,8 @@ def _plans(graph: Graph, job: VaeJob) -> list[VaePlan]:
 
 
 def _plan(graph: Graph, job: VaeJob, chunk: int) -> VaePlan:
-    b, _, t, h, w = job.latent
-    extent = Extent(batch=b, frames=chunk, chunk=chunk, height=h, width=w, first=chunk == t)
-    peak = job.working_bytes(graph, extent, keeps_history=t > chunk)
+    t = job.latent[2]
+    peak = job.working_bytes(graph, frames=chunk, chunk=chunk, first=chunk == t, keeps_history=t > chunk)
     return build_plan(
         graph,
         job,

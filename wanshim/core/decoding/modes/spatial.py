@@ -14,14 +14,12 @@ from functools import partial
 
 import torch
 
-from wanshim.core.decoding.memory import Extent
 from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.operators.window import Slab, Tokens, Window
-from wanshim.core.decoding.plan import VaeJob, VaePlan, build_plan, frame_work, sizes_text, spans
+from wanshim.core.decoding.plan import Mode, VaeJob, VaePlan, build_plan, frame_work, sizes_text, spans
 from wanshim.core.decoding.ranks.exchange import Comm, begin_swap
 from wanshim.core.decoding.ranks.output import Region
 
-from .base import Mode
 from .network import History, Request, VaeRun, run_in_order
 
 _OVERHEAD = 1.04  # halo exchanges, against the compute they sit between
@@ -55,18 +53,9 @@ def _plan(graph: Graph, job: VaeJob, chunk: int) -> VaePlan:
 def _peak(graph: Graph, job: VaeJob, chunk: int, axis: str, band: int) -> int:
     if not band:
         return 0
-    b, _, t, h, w = job.latent
-    extent = Extent(
-        batch=b,
-        frames=chunk,
-        chunk=chunk,
-        height=band if axis == "height" else h,
-        width=band if axis == "width" else w,
-        first=chunk == t,
-        halo_rows=axis == "height",
-        halo_columns=axis == "width",
-    )
-    return job.working_bytes(graph, extent, keeps_history=t > chunk)
+    t, halo = job.latent[2], "halo_rows" if axis == "height" else "halo_columns"
+    part = {axis: band, halo: True}
+    return job.working_bytes(graph, frames=chunk, chunk=chunk, first=chunk == t, keeps_history=t > chunk, **part)
 
 
 def _run(run: VaeRun) -> None:

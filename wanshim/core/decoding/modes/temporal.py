@@ -15,13 +15,11 @@ from itertools import pairwise
 
 import torch
 
-from wanshim.core.decoding.memory import Extent
 from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.operators.window import Slab, Window
-from wanshim.core.decoding.plan import VaeJob, VaePlan, build_plan, frame_work, sizes_text, spans
+from wanshim.core.decoding.plan import Mode, VaeJob, VaePlan, build_plan, frame_work, sizes_text, spans
 from wanshim.core.decoding.ranks.exchange import Comm, begin_swap
 
-from .base import Mode
 from .network import VaeRun, run_in_lockstep
 
 
@@ -48,10 +46,9 @@ def _plans(graph: Graph, job: VaeJob) -> list[VaePlan]:
 def _peak(graph: Graph, job: VaeJob, start: int, stop: int) -> int:
     if start == stop:
         return 0
-    b, _, _, h, w = job.latent
     frames = stop - start
-    extent = Extent(batch=b, frames=frames, chunk=1 if job.strict else frames, height=h, width=w, first=start == 0)
-    return job.working_bytes(graph, extent, keeps_history=False)
+    chunk = 1 if job.strict else frames
+    return job.working_bytes(graph, frames=frames, chunk=chunk, first=start == 0, keeps_history=False)
 
 
 def _run(run: VaeRun) -> None:

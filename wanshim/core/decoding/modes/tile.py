@@ -12,13 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from wanshim.core.decoding.memory import Extent
 from wanshim.core.decoding.model.graph import DecoderGraph
-from wanshim.core.decoding.plan import TileSettings, VaeJob, VaePlan, build_plan, frame_work, spans
+from wanshim.core.decoding.plan import Mode, TileSettings, VaeJob, VaePlan, build_plan, frame_work, spans
 from wanshim.core.decoding.ranks.exchange import Comm
 from wanshim.core.decoding.ranks.output import Region
 
-from .base import Mode
 from .network import Chunk, History, VaeRun, decode_chunk, run_in_order
 
 
@@ -115,8 +113,8 @@ def _plan(graph: DecoderGraph, job: VaeJob, grid: TileGrid, chunk: int) -> VaePl
     b, _, t, h, w = job.latent
     owners = assign(grid.tiles, job.workers)
     top, bottom, left, right = max(grid.tiles, key=lambda tile: tile.work).latent
-    extent = Extent(batch=b, frames=chunk, chunk=chunk, height=bottom - top, width=right - left, first=chunk == t)
-    at_once = job.working_bytes(graph, extent, keeps_history=t > chunk)
+    size = {"height": bottom - top, "width": right - left}
+    at_once = job.working_bytes(graph, frames=chunk, chunk=chunk, first=chunk == t, keeps_history=t > chunk, **size)
     owned = [[tile for tile in grid.tiles if owners[tile.index] == rank] for rank in range(job.ranks)]
     values = [sum(tile.size[0] * tile.size[1] for tile in tiles) for tiles in owned]
     value_bytes = b * graph.conv_out.out_channels * graph.frames(t) * job.itemsize
