@@ -115,7 +115,7 @@ class TrainingCall:
 
     @property
     def device(self) -> torch.device:
-        """Where accelerate puts this process's model, always with an index."""
+        """The device on which accelerate puts this process's model, always with an index."""
         from wanshim.core.shared.gpu_memory import indexed
 
         return indexed(self.accelerator.device)

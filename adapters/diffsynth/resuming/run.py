@@ -64,7 +64,7 @@ ended: Counter[Path] = Counter()  # calls that this process has trained to their
 
 @dataclass
 class Position:
-    """Where the run is. Counted as in the state of every process."""
+    """The position of the run. Counted as in the state of every process."""
 
     steps: int = 0  # of the optimizer
     epoch: int = 0
@@ -166,7 +166,7 @@ class ResumableRun:
         return self.at.epoch >= self._epochs
 
     def _say_how_to_go_on(self) -> None:
-        """Of a run that ends before its last step: the last that its user reads."""
+        """Say, for a run that ends before its last step, how to go on: the last that its user reads."""
         if self.ranks.rank or not self._epochs_begun or self._has_ended():
             return
         command = f"the same command{f' with WANSHIM_RESUME={where(self.wanted)}' * self.wanted.anew}"
@@ -272,7 +272,7 @@ class ResumableRun:
         return enumerate(self.optimizer.param_groups)
 
     def _apply(self, changed: dict[str, tuple[Any, Any]], now: dict[int, dict[str, Any]]) -> None:
-        """What the user changed in the optimizer counts from here on; the schedule goes on from where it is."""
+        """Take over what the user changed in the optimizer; the schedule goes on from where it is."""
         for number, group in self._groups():
             if "weight_decay" in changed:
                 group["weight_decay"] = now[number]["weight_decay"]
@@ -287,7 +287,7 @@ class ResumableRun:
                     group["lr"] = group["lr"] or rate
 
     def _part_of(self, facts: dict[str, Any]) -> dict[str, Any]:
-        """What the state has for this process; under another plan for the first of its group."""
+        """The part of the state for this process; under another plan for the first of its group."""
         parts, ranks = facts["ranks"], self.ranks
         if len(parts) == ranks.size:
             return dict(parts[ranks.rank])
@@ -441,7 +441,7 @@ def _has_tensors(value: Any) -> bool:
 
 
 class _Loader:
-    """What the loop iterates over, in place of accelerate's loader."""
+    """The iterable of the loop, in place of accelerate's loader."""
 
     def __init__(self, run: ResumableRun) -> None:
         self._run = run

@@ -161,7 +161,7 @@ class ParallelVae:
         return or_framework(shared, own, on_fallback, strict=strict)
 
     def untried(self) -> VaePlan:
-        """What is known of a call before the first: which modes may be taken. Its size decides among them."""
+        """The plan before the first call: the modes that may be taken. Its size decides among them."""
         together = dist.is_available() and dist.is_initialized()
         ranks = max(1, dist.get_world_size(self.group)) if together else 1
         extent = (1, self.graph.input_channels, *_LARGE)
@@ -336,7 +336,7 @@ class ParallelVae:
         return f"a {self.graph.source} in {given.dtype}, and weights in {self.graph.dtype}"
 
     def _weights_digest(self) -> str:
-        """Of the weights that this rank computes with, read again where they were moved or written to."""
+        """The digest of this rank's weights, read again where they were moved or written to."""
         convs = (conv.current() for conv in self.graph.convs())
         modules = (*convs, *(norm.module for norm in self.graph.norms()))
         tensors = [p for module in modules for p in module.parameters() if not p.is_meta]
@@ -463,7 +463,7 @@ def input_first(
 
 
 def with_frames(result: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """What a decode method returns, with its frames changed.
+    """The result of a decode method, with its frames changed.
 
     Args:
         result: a tensor, a tuple that begins with one, or an output of diffusers with the tensor in `sample`; anything

@@ -63,7 +63,7 @@ class VaeHandle:
 
     @property
     def plan(self) -> VaePlan:
-        """How the last call ran; before the first one that does, which modes will be tried (`tries`)."""
+        """The plan of the last call; before the first one, the modes that will be tried (`tries`)."""
         return self.parallel.plan or self.parallel.untried()
 
     def wait_for_kernels(self) -> None:

@@ -1,4 +1,4 @@
-"""How much memory a decode or an encode will take, from the tensors that are alive together at each operator.
+"""The memory that a decode or an encode will take, from the tensors that are alive together at each operator.
 
 The model walks the graph with the shapes of one rank and adds up what lives at the same time: residual, window and
 output of a convolution, what an up- or downsampler adds, the kept frames of every causal convolution. What a
@@ -19,7 +19,8 @@ from wanshim.core.decoding.operators import attention_kernel, winograd
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """What one rank computes: batch, latent frames held at once, latent frames computed at once, rows, columns.
+    """The part that one rank computes: batch, latent frames held at once, latent frames computed at once, rows,
+    columns.
 
     Args:
         first: the frames held begin with the video's first.
@@ -135,12 +136,12 @@ class _Walk:
             self._see(kept + window + out + relaid)
 
     def _read(self, output: float) -> float:
-        """What the last convolution holds while its `output` is read; the sum goes where the residual was."""
+        """Bytes that the last convolution holds while its `output` is read; the sum goes where the residual was."""
         unread, self.unread = self.unread, 0.0
         return max(unread, output)  # it may turn out to be computed directly
 
     def _buffers(self, conv: Conv) -> float:
-        """What a convolution by Winograd's method takes beside its input and output."""
+        """Bytes that a convolution by Winograd's method takes beside its input and output."""
         if not self.by_winograd or not winograd.applies(conv):
             return 0.0
         self.split += winograd.weight_values(conv)
@@ -165,7 +166,7 @@ class _Walk:
 
     @property
     def _norm_copies(self) -> int:
-        """How many times a norm holds its values: what it was given, and what it makes on the way."""
+        """The number of times that a norm holds its values: what it was given, and what it makes on the way."""
         return 1 + 2 * max(self.wide, 1) if self.strict else 2
 
     @property
@@ -251,7 +252,7 @@ class _EncoderWalk(_Walk):
         return self._last(graph.conv_out, x)
 
     def _average(self, average: Average, x: int) -> float:
-        """What a stage keeps of its input until its end."""
+        """The average that a stage keeps of its input until its end."""
         self._see(self.skip + self._run(x) + 2 * self._chunk(x))
         held = -(-self.held // average.factor_t)
         return self._size(average.out_channels, held) / average.factor_s**2

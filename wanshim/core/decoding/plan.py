@@ -162,7 +162,7 @@ class VaeJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VaePlan:
-    """How a decode or an encode runs.
+    """The plan of a decode or an encode.
 
     Args:
         mode: a name in `modes.MODES`.
@@ -233,7 +233,7 @@ class VaePlan:
 
     @property
     def claim(self) -> str:
-        """What it promises, and whether that was compared with the framework's own result."""
+        """The promise of this plan, and whether it was compared with the framework's own result."""
         if not self.strict:
             return self.exactness
         return f"{self.exactness}, {'compared' if self.compared else 'not compared'}"

@@ -157,7 +157,7 @@ class VaeOperators:
         return self._kernels[device, dtype]
 
     def _ways(self, device: torch.device, dtype: torch.dtype) -> tuple[tuple[str, ...], ...]:
-        """What the convolutions of calls run by: of usual ones where that is known, and of any."""
+        """The ways by which the convolutions of calls run: of usual ones where that is known, and of any."""
         if self.engines_on(device) is None:
             return (BY_TORCH,)
         gpu = "sm{}{}".format(*torch.cuda.get_device_capability(device))

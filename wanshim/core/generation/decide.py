@@ -1,4 +1,5 @@
-"""How a pipeline's forwards run: decided from the job and the machine's limits alone. No device is touched here."""
+"""The decision on how a pipeline's forwards run: decided from the job and the machine's limits alone. No device is
+touched here."""
 
 from __future__ import annotations
 

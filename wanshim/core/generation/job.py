@@ -1,4 +1,4 @@
-"""What a pipeline is to compute and on what, as data: all that `decide` knows."""
+"""The job of a pipeline and its machine, as data: all that `decide` knows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What the user asked for.
+    """The request of the user.
 
     Args:
         gpus: how many, the pipeline's own included; None: all in sight.
@@ -54,7 +54,7 @@ class GenerationJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the machine has.
+    """The limits of the machine.
 
     Args:
         available: bytes that a worker may hold, by device; a device that is not named has no limit.

@@ -22,7 +22,7 @@ _TYPES_OF_FUNCTIONS = ("builtins", "functools", "torch", "typing", "typing_exten
 
 
 def why_other_code(model: nn.Module, methods: Iterable[str] = ()) -> str:
-    """What of `model` another process would compute with other code, or with a state of its own; empty if nothing.
+    """The parts of `model` that another process would compute with other code or state; empty if there are none.
 
     A function that was put in place of a class's method, of a module's function or of torch's is known here alone. A
     class of the user's own may count its calls, or read what the program sets.

@@ -1,4 +1,4 @@
-"""How a pipeline's forwards run, and why: the answer of `decide`, which prints itself."""
+"""The plan of a pipeline's forwards, with its reasons: the answer of `decide`, which prints itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def describe(guidance: int, sequence: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationPlan:
-    """How the forwards of a pipeline run.
+    """The plan of a pipeline's forwards.
 
     Args:
         pipeline: its name.

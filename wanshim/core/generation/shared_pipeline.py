@@ -81,7 +81,7 @@ class SharedPipeline:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the workers that run."""
+        """Process ids of the workers that run."""
         return self._workers.pids if self._workers is not None else ()
 
     @property
@@ -404,7 +404,7 @@ class _Call:
     def _together(
         self, forward: Forward, own: Callable[..., Any], args: Any, kwargs: Any, others: Sequence[RemoteCall] = ()
     ) -> tuple[Any, Any]:
-        """What this half computes, and what the first of the other calls returned."""
+        """The result of this half, and that of the first of the other calls."""
         assert self._plan is not None
         if self._plan.sequence == 1:
             try:
@@ -523,7 +523,7 @@ class _Call:
 
 
 def _original(owner: Any, name: str) -> Callable[..., Any]:
-    """What Python would call; a callback may put another one on the class."""
+    """The method that Python would call; a callback may put another one on the class."""
     if name in vars(owner):
         return getattr(owner, name)  # type: ignore[no-any-return]
     return lambda *args, **kwargs: getattr(type(owner), name)(owner, *args, **kwargs)

@@ -95,7 +95,7 @@ def run(workers: Workers, size: int, vae: Any, verb: str, given: torch.Tensor) -
 
 
 def _with_replies(calls: list[RemoteCall], parallel: ParallelVae, own: Callable[[], T]) -> T:
-    """What this process computes together with the workers, when they have replied."""
+    """The result of this process together with the workers, when they have replied."""
     replies = Replies(calls, parallel.abandon)
     try:
         result = own()

@@ -42,7 +42,7 @@ class Absent(Exception):
         self.never, self.left = never, left
 
     def error(self, ranks: Sequence[int], call: str, timeout_s: float) -> RankAbsent:
-        """What the user sees: which ranks did not make `call` with the others.
+        """The error that the user sees: the ranks that did not make `call` with the others.
 
         Args:
             ranks: the job's number of each rank of the group.
@@ -77,7 +77,7 @@ class Round:
 
 
 class Rendezvous:
-    """Where `size` ranks meet, under `name` in `store`; one call at a time per process.
+    """A meeting of `size` ranks under `name` in `store`; one call at a time per process.
 
     Args:
         store: a `torch.distributed` store that all ranks reach.

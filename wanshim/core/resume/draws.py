@@ -1,4 +1,4 @@
-"""What a process draws from at random: its own states, and generators that an object such as a dataset holds."""
+"""The random states of a process: its own states, and generators that an object such as a dataset holds."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def as_text(states: dict[str, Any]) -> str:
 
 
 def _encoded(value: Any) -> Any:
-    """What JSON lacks: torch's states, and arrays of NumPy's."""
+    """Encode what JSON lacks: torch's states, and arrays of NumPy's."""
     if isinstance(value, torch.Tensor):
         return {"bytes": base64.b64encode(bytes(value.tolist())).decode()}
     return {"array": value.tolist(), "dtype": str(value.dtype)}

@@ -1,4 +1,4 @@
-"""What a run is, and how two runs differ."""
+"""The identity of a run, and the differences of two."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def digest_of(value: Any) -> str:
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What is not the same, by name: as saved, and now."""
+    """Values that are not the same, by name: as saved, and now."""
     names = dict.fromkeys((*saved, *now))
     return {name: (saved.get(name), now.get(name)) for name in names if saved.get(name) != now.get(name)}
 

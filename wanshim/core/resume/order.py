@@ -76,7 +76,7 @@ class Order:
         return batch
 
     def note(self) -> dict[str, str]:
-        """What `begin` takes to begin after the batch that was given last."""
+        """The argument of `begin` that begins after the batch that was given last."""
         if self.workers:
             return {str(place + self.workers): left for place, left in self._left}
         return {} if self._loaded_with is None else {str(self._loaded_with[0]): as_text(self._loaded_with[1])}
@@ -87,7 +87,7 @@ class Order:
 
 
 class _InPlaceOf:
-    """What a loader reads of the original beside its items."""
+    """The original's attributes that a loader reads beside its items."""
 
     def __init__(self, original: Any) -> None:
         self._original = original

@@ -1,4 +1,4 @@
-"""How the ranks of a run save together: what each knows, and at the end of which step."""
+"""The vote of the ranks of a run to save together: what each knows, and at the end of which step."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Ranks:
 
     @property
     def delay(self) -> int:
-        """How many calls of `vote` later a vote counts."""
+        """The number of calls of `vote` after which a vote counts."""
         return int(self.size > 1)
 
     def vote(self, mine: int) -> int:

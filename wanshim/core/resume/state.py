@@ -58,7 +58,7 @@ def latest_run(folder: Path) -> Path | None:
 
 
 def new_run(folder: Path) -> Path:
-    """Where a run that begins anew keeps its states: a folder that no run with a state has."""
+    """The folder of a run that begins anew: a folder that no run with a state has."""
     latest = latest_run(folder)
     return folder / f"run-{1 if latest is None else int(latest.name.removeprefix('run-')) + 1}"
 

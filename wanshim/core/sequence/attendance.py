@@ -46,7 +46,7 @@ class Attendance:
         return False
 
     def work_alone(self) -> None:
-        """What this rank does now is its own: the others, who wait for it, do not count that time."""
+        """A context for this rank's own work: the others, who wait for it, do not count that time."""
         self._watch.works_alone()
 
     def meet(self, seconds: float) -> bool:

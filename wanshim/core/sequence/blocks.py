@@ -35,7 +35,7 @@ class TextStream:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockList:
-    """How blocks that run one after the other are called; the defaults are those of Wan's transformer.
+    """The interface of blocks that run one after the other; the defaults are those of Wan's transformer.
 
     Args:
         blocks: each called with the last one's output, (b, tokens, width).
@@ -126,7 +126,7 @@ def heads_of(lists: Sequence[BlockList]) -> int:
 
 
 def argument_names(block: nn.Module) -> tuple[str, ...]:
-    """Of its forward, in their order."""
+    """Names of its forward's arguments, in their order."""
     if "forward" in vars(block):
         return tuple(inspect.signature(block.forward).parameters)
     return _names_of(type(block).forward)[1:]

@@ -29,7 +29,7 @@ _made: Counter[tuple[int, ...]] = Counter()  # groups made per set of ranks: the
 
 
 class _Flight:
-    """What the watching thread asks of one exchange. It holds no work: a work holds its tensors."""
+    """The exchange as the watching thread sees it. It holds no work: a work holds its tensors."""
 
     __slots__ = ("begun", "is_over", "step")
 
@@ -171,7 +171,7 @@ class SequenceGroup:
         self.store.set(key, text)
 
     def published(self, key: str, step: str) -> str:
-        """What another rank publishes under `key`; the last reader clears it away."""
+        """The value that another rank publishes under `key`; the last reader clears it away."""
         before = self.watch.step
         self.watch.at(step)
         self.poll(lambda: self.store.check([key]), interval=0.002)

@@ -1,4 +1,4 @@
-"""What the first rank of a group makes, on all ranks: the outputs of a text encoder or VAE, random states, a meeting.
+"""Results of the first rank of a group, on all ranks: the outputs of a text encoder or VAE, random states, a meeting.
 
 Nothing is pickled: the structure travels as JSON through the store, the bytes of tensors through the group's exchange.
 """

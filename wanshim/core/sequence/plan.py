@@ -1,4 +1,4 @@
-"""Who holds which tokens and which attention heads: pure arithmetic, no torch.distributed."""
+"""The division of tokens and attention heads over ranks: pure arithmetic, no torch.distributed."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def shares(total: int, parts: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def spans(counts: tuple[int, ...]) -> tuple[slice, ...]:
-    """Where each of consecutive parts lies."""
+    """The span of each of consecutive parts."""
     ends = tuple(accumulate(counts))
     return tuple(slice(end - count, end) for count, end in zip(counts, ends, strict=True))
 

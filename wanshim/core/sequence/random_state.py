@@ -22,7 +22,7 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 
 def generator_state(device: torch.device) -> torch.Tensor:
-    """What torch draws from next on a device; no wait for the device."""
+    """The state from which torch draws next on a device; no wait for the device."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 

@@ -1,4 +1,4 @@
-"""What the hooks of all blocks share: the group, the plan for each length, and what a call leaves to check."""
+"""State that the hooks of all blocks share: the group, the plan for each length, and what a call leaves to check."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class SequenceHandle:
         return self._attendance.together(call)
 
     def work_alone(self) -> None:
-        """What this rank does next takes as long as it takes: the others wait beyond the deadline."""
+        """A context for work of this rank that takes as long as it takes: the others wait beyond the deadline."""
         self._attendance.work_alone()
 
     def fail(self, error: BaseException) -> None:

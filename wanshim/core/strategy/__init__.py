@@ -1,4 +1,4 @@
-"""How a training job runs: the job and the machine's limits as data, the decision, and the plan."""
+"""The strategy of a training job: the job and the machine's limits as data, the decision, and the plan."""
 
 from wanshim.core.strategy.agree import check_alike, failing_together, gathered, least_of_all
 from wanshim.core.strategy.block_trace import trace_block

@@ -1,4 +1,4 @@
-"""What one block needs while it is computed again and differentiated: its own code, run on shapes alone.
+"""The memory of one block while it is computed again and differentiated: its own code, run on shapes alone.
 
 The block runs on the meta device, forward and backward, and the bytes of every tensor are counted from its birth to
 its death. No table of a model's intermediate tensors has to be kept up to date, and what a change of the block saves
@@ -151,7 +151,7 @@ class _Counter(TorchDispatchMode):
 
 
 def _described(value: Any) -> Any:
-    """What of an operator's argument decides the shape of its results.
+    """The part of an operator's argument that decides the shape of its results.
 
     Raises:
         TypeError: it has no hash, or elements, which may decide as well: those of a mask on the CPU.

@@ -20,7 +20,7 @@ OVER_STAGES = (Strategy.PIPELINE, Strategy.SPLIT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSettings:
-    """How steps are run.
+    """Settings of the steps.
 
     Args:
         chunk: tokens of a chunk; None: no chunks.
@@ -60,7 +60,7 @@ class Candidate:
         return predict(self.step) if self.step is not None else ()
 
     def bytes_beside(self, job: TrainingJob) -> int:
-        """What the first device needs besides the weights of the trained model."""
+        """Bytes that the first device needs besides the weights of the trained model."""
         return self.peaks[0].total - job.model_bytes
 
     def fits(self, limits: Limits) -> bool:

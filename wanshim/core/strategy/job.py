@@ -1,4 +1,4 @@
-"""What is to be trained and on what, as data: all that `decide` knows."""
+"""The training job and its machine, as data: all that `decide` knows."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SideModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What the user asked for.
+    """The request of the user.
 
     Args:
         strategy: None: the first that can run.
@@ -69,7 +69,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingJob:
-    """What is to be trained, read once from a framework's arguments and the settings.
+    """The job that is to be trained, read once from a framework's arguments and the settings.
 
     Args:
         devices: of this process; more than one where the model is split over them.
@@ -119,22 +119,22 @@ class TrainingJob:
 
     @property
     def num_gpus(self) -> int:
-        """Of this host, as launched."""
+        """GPUs of this host, as launched."""
         return self.local_processes if self.split_points is None else len(self.devices)
 
     @property
     def ranks(self) -> int:
-        """Of a sequence group: the GPUs that one sample is sharded over."""
+        """Ranks of a sequence group: the GPUs that one sample is sharded over."""
         return self.request.ranks or self.num_gpus
 
     def advice(self, change: str, value: object = "") -> str:
-        """How the user makes this change, or nothing where the framework has no words for it."""
+        """The user's way to make this change, or nothing where the framework has no words for it."""
         return self.words.get(change, "").format(value=value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the machine has.
+    """The limits of the machine.
 
     Args:
         available: bytes by device; a device that is not named has no limit.

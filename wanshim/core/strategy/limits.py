@@ -1,4 +1,4 @@
-"""How many bytes of each device a training step may use."""
+"""The bytes of each device that a training step may use."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def available_on(devices: Iterable[str]) -> dict[str, int]:
 
 
 def usable(step: Step, limits: Limits) -> Mapping[str, int]:
-    """What of each device a step may count on: micro-batches that overlap leave gaps in the allocator's memory, and
-    kept blocks fill it."""
+    """The bytes of each device on which a step may count: micro-batches that overlap leave gaps in the allocator's
+    memory, and kept blocks fill it."""
     if any(step.num_kept_blocks):
         return without_gaps(limits.available, EXPANDABLE_GAP_SHARE if limits.expandable_segments else GAP_SHARE)
     if step.in_flight == 1 or limits.expandable_segments:
@@ -35,7 +35,7 @@ def usable(step: Step, limits: Limits) -> Mapping[str, int]:
 
 
 def without_gaps(available: Mapping[str, int], share: float = GAP_SHARE) -> Mapping[str, int]:
-    """What of `available` holds tensors where the allocator leaves this share of it between them."""
+    """The part of `available` that holds tensors where the allocator leaves this share of it between them."""
     return {device: int(count * (1 - share)) for device, count in available.items()}
 
 
@@ -55,7 +55,7 @@ def by_device(peaks: Sequence[DevicePeak]) -> dict[str, int]:
 
 
 def comparison(needed: Mapping[str, int], available: Mapping[str, int]) -> str:
-    """What each device that has a limit would need of it."""
+    """A comparison, for each device that has a limit, of the need with it."""
     return "; ".join(
         f"{device} would need {format_bytes(count)} of {format_bytes(available[device])}"
         for device, count in needed.items()

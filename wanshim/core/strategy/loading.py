@@ -65,7 +65,7 @@ def check_weights(model: StoredModel, available: Mapping[str, int]) -> None:
 
 
 def _changes(model: StoredModel) -> Iterator[tuple[str, StoredModel]]:
-    """What the user could change, each with the model as it would then be stored."""
+    """Changes that the user could make, each with the model as it would then be stored."""
     balanced, low = replace(model, split_at=None), replace(model, matrix_itemsize=LOW_PRECISION)
     if model.split_at is not None:
         yield f"without {model.split_at_source}: balanced by bytes", balanced

@@ -1,4 +1,4 @@
-"""How a training job runs, why, and what was rejected: the answer of `decide`, which prints itself."""
+"""The plan of a training job, its reasons, and what was rejected: the answer of `decide`, which prints itself."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPlan:
-    """How a training job runs. `apply` carries it out; nothing has changed before.
+    """The plan of a training job. `apply` carries it out; nothing has changed before.
 
     Args:
         strategy: how the devices are used.
@@ -71,7 +71,8 @@ class TrainingPlan:
 
     @property
     def shared(self) -> dict[str, Any]:
-        """What all ranks of a job must do alike, as JSON; devices by their place among this rank's."""
+        """The part of the plan in which all ranks of a job must agree, as JSON; devices by their place among this
+        rank's."""
         step = asdict(self.step) if self.step is not None else None
         if step is not None:
             step |= {"keep": step["keep"] and step["keep"].value, "num_kept_blocks": list(step["num_kept_blocks"])}
@@ -108,7 +109,7 @@ class TrainingPlan:
 
     @property
     def kept_attention(self) -> str:
-        """What backward does not compute again, and where it waits; empty where all is."""
+        """Names of what backward does not compute again, and where it waits; empty where it computes all again."""
         if self.step is None or self.step.keep is None:
             return ""
         return f"self-attention is kept {self.step.keep.value} and not computed again in backward, bit for bit the same"

@@ -61,7 +61,7 @@ def store_of(*modules: nn.Module) -> Stored:
 
 
 class KeptOn(Enum):
-    """Where self-attention's outputs wait for the recomputation that uses them."""
+    """The place where self-attention's outputs wait for the recomputation that uses them."""
 
     DEVICE = "on the device"
     HOST = "in host memory"
@@ -197,12 +197,12 @@ def _kept_blocks(step: Step, stage: int, blocks: int) -> int:
 
 
 def _inputs(step: Step, recomputed: int) -> int:
-    """Of so many blocks that are computed again, how many inputs are on the device."""
+    """The number of inputs on the device, of so many blocks that are computed again."""
     return min(recomputed, OFFLOADED_WINDOW) if step.offloading else recomputed
 
 
 def _kept_attention(step: Step, calls: int) -> int:
-    """Of so many calls of blocks, the one at work left out."""
+    """Bytes of kept attention of so many calls of blocks, the one at work left out."""
     if step.keep is None:
         return 0
     outputs = calls

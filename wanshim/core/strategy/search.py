@@ -1,5 +1,5 @@
-"""How a training job runs: one search, from the job and the machine's limits alone. No device is touched here, and
-nothing changes.
+"""The choice of a training plan: one search, from the job and the machine's limits alone. No device is touched here,
+and nothing changes.
 
 A strategy has candidates in an order (`candidates.py`), and the first that fits is its plan. The first strategy that
 has a plan and that no row of `why_not` rules out is taken, and the others are its alternatives.
@@ -115,7 +115,7 @@ def _tried(
 
 
 def _notes_on_kept_blocks(job: TrainingJob, limits: Limits, plan: TrainingPlan) -> tuple[str, ...]:
-    """What a user should know of the blocks that are not kept: why, or what would leave room for more."""
+    """Notes on the blocks that are not kept: why, or what would leave room for more."""
     if job.request.keep_blocks is False:
         return ()
     hint = "" if limits.expandable_segments else job.advice("expandable_segments")

@@ -47,7 +47,7 @@ def check_fit(
 
 
 def _changes(job: TrainingJob, way: Candidate, available: Mapping[str, int]) -> Iterator[tuple[str, Step]]:
-    """What the user could change, one thing at a time and then two, each with the step it gives."""
+    """Changes that the user could make, one at a time and then two, each with the step it gives."""
     step, chunk = way.step, way.settings.chunk
     assert step is not None  # or nothing had been predicted
     assert job.video is not None
@@ -92,8 +92,8 @@ def split_points_that_fit(step: Step, available: Mapping[str, int]) -> tuple[int
 
 
 def lack(job: TrainingJob, limits: Limits, fits_whole: Callable[[TrainingJob], bool]) -> tuple[str, str]:
-    """What the step that needs least lacks on the device of this process, where none fits; and the longest video that
-    would fit, in the user's words, or nothing.
+    """The bytes that the step that needs least lacks on the device of this process, where none fits; and the longest
+    video that would fit, in the user's words, or nothing.
 
     Args:
         fits_whole: whether a job fits on one device, some of its blocks streamed if need be.

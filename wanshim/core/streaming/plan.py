@@ -29,7 +29,7 @@ class StreamPlan:
 
     @property
     def link_bytes(self) -> int:
-        """What crosses the link in a step: each streamed block ahead of its forward and of its backward, but for
+        """Bytes that cross the link in a step: each streamed block ahead of its forward and of its backward, but for
         those still in the ring at either turn."""
         per_block = self.host_bytes / max(len(self.streamed), 1)
         return round(2 * max(len(self.streamed) - self.slots, 0) * per_block)

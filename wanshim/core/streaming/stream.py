@@ -180,7 +180,7 @@ def _check(model: nn.Module, slots: int) -> None:
 
 
 def _waiting(model: nn.Module, name: str, blocks: nn.ModuleList) -> list[list[tuple[str, torch.Tensor]]]:
-    """Of each block, what can wait: frozen, plain, and used in one place only."""
+    """The weights of each block that can wait: frozen, plain, and used in one place only."""
     places = Counter(id(tensor) for *_, tensor in owners(model))
     found = [
         [(p, t) for p, _, _, t in owners(block, f"{name}.{i}") if can_wait(t) and places[id(t)] == 1]
@@ -213,7 +213,7 @@ def _hand_over(layouts: list[BlockWeights], shared: Shared, undo: Undo) -> None:
 
 
 def _differing(placed: list[tuple[Weight, torch.Tensor]]) -> WanshimError | None:
-    """What to raise where a weight of this rank is not the shared one. Compared where the weights are: over the link
+    """The error for a weight of this rank that is not the shared one. Compared where the weights are: over the link
     from locked pages it is faster than here."""
 
     def is_shared(pair: tuple[Weight, torch.Tensor]) -> bool:

@@ -57,8 +57,8 @@ class _Ahead:
 
 
 def _what_finds_modules() -> tuple[list[str], Path]:
-    """What a process has from its start; its variables become this one's when it is taken. The folder, which may be
-    gone, is what a part of sys.path may be relative to."""
+    """The state that a process has from its start; its variables become this one's when it is taken. The folder, which
+    may be gone, is what a part of sys.path may be relative to."""
     return list(sys.path), Path("/proc/self/cwd").readlink()
 
 

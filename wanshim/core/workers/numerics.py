@@ -13,7 +13,8 @@ Setter: TypeAlias = Callable[[Any], Any]
 
 
 def _precision(get: Getter, put: Setter, *backends: Any) -> tuple[Getter, Setter]:
-    """Of fp32 products. torch has two switches for it, and the older one cannot be read once the newer one was used."""
+    """The precision of fp32 products. torch has two switches for it, and the older one cannot be read once the newer
+    one was used."""
 
     def read_either() -> Any:
         try:
@@ -114,7 +115,7 @@ _GLOBALS: tuple[tuple[str, Getter, Setter], ...] = (
 
 
 def read(device: torch.device) -> dict[str, Any]:
-    """What holds in this thread now."""
+    """The settings that hold in this thread now."""
     found = {name: get() for name, get, _ in _GLOBALS}
     found["inference"] = torch.is_inference_mode_enabled()
     kinds = {"cpu", device.type}

@@ -75,7 +75,7 @@ def elements(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """What `pack` makes and `unpack` takes, with the tensors beside it."""
+    """The result of `pack` and argument of `unpack`, with the tensors beside it."""
 
     data: bytes
     specs: tuple[TensorSpec, ...]

@@ -74,7 +74,7 @@ class Workers:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the workers, in the order of `devices`; empty where none run."""
+        """Process ids of the workers, in the order of `devices`; empty where none run."""
         return tuple(worker.process.pid for worker in self._running.workers)
 
     @property

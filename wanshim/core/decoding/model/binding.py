@@ -43,7 +43,7 @@ Compute = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
-    """Where the core's decode or encode goes into a VAE.
+    """The place of a VAE into which the core's decode or encode goes.
 
     Args:
         graph: its decoder or encoder.

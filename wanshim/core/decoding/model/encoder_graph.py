@@ -67,7 +67,7 @@ class EncoderGraph(Coder):
 
     @property
     def input_sizes(self) -> str:
-        """What height and width of an input may be, in words."""
+        """The height and width that an input may have, in words."""
         if self._divides:
             return f"height and width multiples of {self.scale_s * self.patch_size}"
         return f"height and width at least {self.scale_s}"

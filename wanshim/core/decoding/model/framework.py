@@ -22,7 +22,7 @@ class VaeFallback(Fallback):
 
 
 def compute_untiled(verb: str, vae: Any, given: torch.Tensor) -> torch.Tensor:
-    """What a VAE of diffusers' making gives of whole pictures; whatever happens, it holds no frames afterwards."""
+    """The result of a VAE of diffusers' making for whole pictures; whatever happens, it holds no frames afterwards."""
     tiling, vae.use_tiling = vae.use_tiling, False
     try:
         result: torch.Tensor = vae._encode(given) if verb == "encode" else vae._decode(given, return_dict=False)[0]
@@ -33,7 +33,7 @@ def compute_untiled(verb: str, vae: Any, given: torch.Tensor) -> torch.Tensor:
 
 
 class Framework:
-    """What a graph was read from. It does not keep the VAE alive.
+    """The model from which a graph was read. It does not keep the VAE alive.
 
     Args:
         vae: what the framework calls a VAE.

@@ -55,12 +55,12 @@ class Conv:
 
     @property
     def history(self) -> int:
-        """How many frames before its own the convolution reads."""
+        """The number of frames before its own that the convolution reads."""
         return self.kernel[0] - self.stride[0] if len(self.kernel) == 3 else 0
 
     @property
     def halo(self) -> tuple[int, int]:
-        """How many rows, and as many columns, the convolution reads before and after its own."""
+        """The number of rows, and of columns, that the convolution reads before and after its own."""
         outside = self.kernel[-1] - self.stride[-1]
         return (0, outside) if self.stride[-1] > 1 else (outside // 2, outside // 2)
 
@@ -134,7 +134,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Coder:
-    """What a decoder and an encoder both have.
+    """The parts that a decoder and an encoder both have.
 
     Args:
         name: the class it was built from.
@@ -207,7 +207,7 @@ class DecoderGraph(Coder):
 
     @property
     def input_sizes(self) -> str:
-        """What height and width of an input may be, in words."""
+        """The height and width that an input may have, in words."""
         return "none of them 0"
 
     @property

@@ -55,14 +55,16 @@ def attend_in_parts(queries: torch.Tensor, keys: torch.Tensor, values: torch.Ten
 
 
 def rows_at_once(frames: int, queries: int, keys: int) -> int:
-    """How many queries of each frame are taken at once: all, unless one frame alone has more than `_MOST_SCORES`."""
+    """The number of queries of each frame that are taken at once: all, unless one frame alone has more than
+    `_MOST_SCORES`."""
     if queries * keys <= _MOST_SCORES:
         return queries
     return min(queries, max(_MOST_SCORES // (frames * keys) // _ROWS, 1) * _ROWS)
 
 
 def stored_values(frames: int, queries: int, keys: int, channels: int, *, in_parts: bool = True) -> int:
-    """What an attention stores at most beside its input and output: scores, and the weights made of them.
+    """The number of values that an attention stores at most beside its input and output: scores, and the weights made
+    of them.
 
     Args:
         in_parts: by `attend_in_parts`; else by one call, as a framework makes it.

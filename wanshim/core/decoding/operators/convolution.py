@@ -73,17 +73,17 @@ class Convolution:
         return torch.empty(self.output_shape(x), dtype=x.dtype, device=x.device, memory_format=layout)
 
     def piece(self, x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """What of `x` the outputs `start` to `stop` are made of."""
+        """The part of `x` of which the outputs `start` to `stop` are made."""
         return x.narrow(self.dim, start * self.step, (stop - start - 1) * self.step + self.reach)
 
     def length(self, x: torch.Tensor) -> int:
-        """How many outputs along `dim` a piece has at most."""
+        """The largest number of outputs along `dim` of a piece."""
         *_, height, width = self.output_shape(x)
         work = 2 * height * width * (x.shape[0] if self.dim else 1) * self.weight.numel()
         return max(1, min(round(_PIECE / work), self.longest(x)))
 
     def longest(self, x: torch.Tensor) -> int:
-        """How many outputs along `dim` need no tensor of more than `_LARGEST` values."""
+        """The largest number of outputs along `dim` for which no tensor has more than `_LARGEST` values."""
         shape = self.output_shape(x)
         values = max(prod(shape) // max(shape[self.dim], 1), x.numel() // x.shape[self.dim], 1)
         return max(1, (_LARGEST // values - self.reach) // self.step + 1)

@@ -31,7 +31,7 @@ class FrontendMissing(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What computes a convolution: the number of an engine of cuDNN, and its knobs by name."""
+    """An engine of cuDNN that computes a convolution: its number, and its knobs by name."""
 
     number: int
     knobs: Mapping[str, int]
@@ -66,11 +66,11 @@ class Frontend:
             raise FrontendMissing(f"nvidia-cudnn-frontend brings cuDNN {self.backend}, and torch has {ours}")
 
     def facts(self) -> dict[str, str | int]:
-        """What the fastest engine depends on, apart from the convolution."""
+        """The facts on which the fastest engine depends, apart from the convolution."""
         return {"gpu": torch.cuda.get_device_name(self.device), "driver": self.driver, "cudnn": self.backend}
 
     def milliseconds(self, work: Callable[[], object]) -> float:
-        """How long the device takes for `work`."""
+        """The time that the device takes for `work`."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         work()

@@ -61,7 +61,7 @@ class EngineStore:
             return None, False
 
     def near(self, facts: Facts) -> list[Engine | None]:
-        """What the same layer has at other sizes, the nearest first; None: there torch's own choice is the fastest.
+        """Engines of the same layer at other sizes, the nearest first; None: there torch's own choice is the fastest.
 
         Nothing behind a None is of use. The GPU is the same, or of the table's kind.
         """
@@ -77,7 +77,7 @@ class EngineStore:
 
     @cached_property
     def _known(self) -> list[Entry]:
-        """What earlier processes kept, and the table."""
+        """Records of earlier processes, and the table."""
         return [*_kept(self.folder), *self._table]
 
     def put(self, facts: Facts, engine: Engine | None) -> None:
@@ -115,7 +115,7 @@ def _engine(kept: Any) -> Engine | None:
 
 
 def _apart(wanted: Facts, known: Facts) -> float:
-    """How little what is known says of what is wanted; infinite of another layer."""
+    """The distance of a known case from the wanted one; infinite for another layer."""
     same = all(wanted.get(name) == known.get(name) for name in _LAYER) and ("equal" in wanted) == ("equal" in known)
     if not same or known.get("gpu", wanted.get("gpu")) != wanted.get("gpu"):
         return inf
@@ -131,7 +131,7 @@ def _apart(wanted: Facts, known: Facts) -> float:
 
 
 def engine_table(capability: tuple[int, int]) -> list[Entry]:
-    """What the package knows of GPUs of this compute capability."""
+    """The package's own records for GPUs of this compute capability."""
     path = Path(__file__).with_name(f"engines_sm{capability[0]}{capability[1]}.json")
     if not path.is_file():
         return []

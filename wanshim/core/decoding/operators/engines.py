@@ -74,7 +74,7 @@ class Engines:
 
     @property
     def learn(self) -> bool:
-        """May what is not known be learned now?"""
+        """Whether what is not known may be learned now."""
         return self._learning is None or self._learning.is_due
 
     def __call__(
@@ -168,7 +168,8 @@ class Engines:
         return self._once(key, lambda: self._chosen_for_winograd(conv, split(), x, outputs))
 
     def _once(self, key: _Key, find: Callable[[], Run | None]) -> Run | None:
-        """What `find` gives, kept under `key`; None where memory does not suffice to compare, or until it is known."""
+        """The result of `find`, kept under `key`; None where memory does not suffice to compare, or until it is
+        known."""
         if key not in self._runs:
             if key in self._waiting and not self.learn:
                 return None
@@ -276,7 +277,7 @@ class Engines:
         return True
 
     def _facts(self, conv: Convolution, x: torch.Tensor) -> Facts:
-        """What an engine is kept under: everything but the number of frames."""
+        """The key of an engine: everything but the number of frames."""
         names = ("dtype", "batch", "input", "weight", "stride", "padding")
         return self._frontend.facts() | dict(zip(names, _sizes(conv, x)))
 
@@ -365,7 +366,7 @@ def _direct(
     out: torch.Tensor,
     find: Callable[[Convolution, torch.Tensor, torch.Tensor], Run | None],
 ) -> Callable[[], None] | None:
-    """What convolves `x` into `out`, piece by piece, by the runs that `find` gives; None: one is missing."""
+    """A function that convolves `x` into `out`, piece by piece, by the runs of `find`; None: one is missing."""
     pieces = list(conv.pieces(x, out, conv.length(x)))
     found = [find(conv, *piece) for piece in pieces]
     runs = [run for run in found if run is not None]

@@ -128,12 +128,12 @@ if not TYPE_CHECKING and triton is not None:
 
     @triton.jit
     def _place(b, t, y, x, sb, st, sy, sx):
-        """Where these positions lie in memory."""
+        """Addresses of these positions in memory."""
         return b.to(tl.int64) * sb + t.to(tl.int64) * st + y.to(tl.int64) * sy + x * sx
 
     @triton.jit
     def _values(b, t, y, x, sb, st, sy, sx, c, C: tl.constexpr, PHASES: tl.constexpr):
-        """Where all channels of these positions lie; by phase they are those of a position of a smaller grid."""
+        """Addresses of all channels of these positions; by phase they are those of a position of a smaller grid."""
         if PHASES:
             channel = (2 * (y % 2) + x % 2)[:, None] * C + c[None, :]
             return _place(b, t, (y + 1) // 2, (x + 1) // 2, sb, st, sy, sx)[:, None] + channel

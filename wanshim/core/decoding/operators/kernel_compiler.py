@@ -55,7 +55,7 @@ _MULTIPLES = ((16, 16), (8, 16), (4, 16), (4, 4), (2, 16), (2, 4))  # of latents
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What Triton compiles one kernel for.
+    """A launch for which Triton compiles one kernel.
 
     Args:
         of: the calls that launch it, as `kernel_sets` names them. The keys say what their convolutions run by:
@@ -124,8 +124,8 @@ def kernel_sets(graph: Graph, *, strict: bool) -> tuple[str, ...]:
 
 
 def kernel_set(graph: Graph, shape: Sequence[int], *, strict: bool) -> str:
-    """Of a call with an input of this shape. Latents of odd height or width, which no model makes, launch others
-    besides those of the set."""
+    """The set of kernels of a call with an input of this shape. Latents of odd height or width, which no model makes,
+    launch others besides those of the set."""
     sets = kernel_sets(graph, strict=strict)
     if not strict:
         return sets[0]
@@ -313,7 +313,7 @@ class KernelCompiler:
 
 
 def by_engines(gpu: str) -> tuple[str, ...]:
-    """What convolutions run by on this kind of GPU."""
+    """The ways by which convolutions run on this kind of GPU."""
     return ("engines", gpu)
 
 
@@ -324,7 +324,7 @@ atexit.register(COMPILER.stop)
 def needed(
     graph: Graph, dtype: torch.dtype, *, strict: bool, ways: Iterable[tuple[str, ...]], sizes: Collection[str]
 ) -> dict[Call, list[Launch]]:
-    """What calls of this graph launch; nothing where the package does not know.
+    """Launches of calls of this graph; none where the package does not know.
 
     Args:
         ways: what their convolutions may run by.

@@ -38,7 +38,7 @@ class Learning:
 
     @contextmanager
     def lesson(self) -> Iterator[None]:
-        """What is done here is learning; lessons may be nested."""
+        """A context in which work counts as learning; it may be nested."""
         if self._lesson is not None:
             yield
             return

@@ -1,4 +1,5 @@
-"""What this device computes to the same bits in another way: found out here, on the device, and never assumed.
+"""Checks of what this device computes to the same bits in another way: found out here, on the device, and never
+assumed.
 
 A norm's kernel and SiLU's are compared with the framework's before the first decode, a convolution before the first of
 its size (`strict_convolutions.py`). In which order torch adds the squares of a norm depends on sizes, strides and
@@ -64,7 +65,7 @@ class Checks:
         return Sizes.OWN not in {self.norm(norm, like) for norm in graph.norms()}
 
     def norm(self, norm: Norm, like: torch.Tensor) -> Sizes:
-        """How the kernel gets the bits of `norm.module` for values like these."""
+        """The precision with which the kernel gets the bits of `norm.module` for values like these."""
         if norm.bias is not None or norm.gamma.dtype != like.dtype or norm.gamma.device != like.device:
             return Sizes.OWN
         module = norm.module
@@ -139,7 +140,7 @@ def _one_of_each(graph: Graph, dtype: torch.dtype) -> Iterator[tuple[Any, torch.
 
 
 def sizes(norm: Norm, x: torch.Tensor, way: Sizes) -> torch.Tensor:
-    """What the norm of `x` divides by, [B, 1, T, H, W]; torch's own reduction, in torch's order."""
+    """The divisor of the norm of `x`, [B, 1, T, H, W]; torch's own reduction, in torch's order."""
     return _lengths(x.float() if way is Sizes.WIDE else x).clamp_min_(norm.eps)
 
 

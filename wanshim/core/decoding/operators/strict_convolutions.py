@@ -1,4 +1,5 @@
-"""How each convolution gets the framework's bits the fastest: found out on this device, before the first of its size.
+"""The fastest way in which each convolution gets the framework's bits: found out on this device, before the first of
+its size.
 
 All ways to compute a convolution are tried on random values, the fastest first, until one gives what the framework's
 own call gives. What a model holds at first may be zeros, which say nothing about the order in which a way adds.

@@ -125,7 +125,7 @@ class StrictCudaOperators(StrictOperators):
         return window
 
     def _way(self, conv: Conv, shape: tuple[int, ...], like: torch.Tensor, history: int) -> tuple[Way, _Margins]:
-        """How a window of own values of `shape` is convolved, and the margins of rows and columns that it has."""
+        """The way in which a window of own values of `shape` is convolved, and its margins of rows and columns."""
         key = (conv, shape, history)  # asked for twice a window: kept, for small videos wait for the host
         if key not in self._ways:
             self._ways[key] = self._find_way(conv, shape, like, history)
@@ -152,7 +152,7 @@ def _convolve(
 
 
 def _sum_place(x: Pending) -> torch.Tensor:
-    """Where the sum can go, laid out as the framework has it: into main, if that lies so."""
+    """The place for the sum, laid out as the framework has it: into main, if that lies so."""
     main = x.like()
     if x.strides is None or x.strides == main.stride():
         return main

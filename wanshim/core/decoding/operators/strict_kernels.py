@@ -139,7 +139,7 @@ if not TYPE_CHECKING and triton is not None:
 
     @triton.jit
     def _place(b, c, t, y, x, sb, sc, st, sy, sx):
-        """Where these channels of these positions lie in memory."""
+        """Addresses of these channels of these positions in memory."""
         frame = b.to(tl.int64) * sb + t.to(tl.int64) * st
         return frame + (c.to(tl.int64) * sc)[:, None] + (y.to(tl.int64) * sy + x * sx)[None, :]
 

@@ -1,4 +1,4 @@
-"""What the network shows to its neighbours: the input of a convolution, and the keys of an attention.
+"""Windows that the network shows to its neighbours: the input of a convolution, and the keys of an attention.
 
 The network (`network.py`) stops at each of these and asks for what it lacks: frames before its first, rows and
 columns beyond its edge, the tokens of the other ranks. Who answers, and from where, is the only difference between the
@@ -44,7 +44,7 @@ class Window:
         return _inside(_inside(self.data.narrow(2, self.history, self.frames), 3, self.rows), 4, self.columns)
 
     def shape(self) -> tuple[int, int, int, int, int]:
-        """Of the own values."""
+        """The shape of the own values."""
         b, c, t, h, w = self.data.shape
         return b, c, t - self.history, h - sum(self.rows), w - sum(self.columns)
 
@@ -74,7 +74,7 @@ class Window:
         return fresh.narrow(dim, before if side == 0 else fresh.shape[dim] - after - 1, 1)
 
     def halo(self, dim: int, side: int) -> torch.Tensor:
-        """Where the neighbour's edge on `side` of `dim` goes, new frames only."""
+        """The place for the neighbour's edge on `side` of `dim`, new frames only."""
         fresh = self.data.narrow(2, self.history, self.frames)
         return fresh.narrow(dim, 0 if side == 0 else fresh.shape[dim] - 1, 1)
 
@@ -136,7 +136,7 @@ class Pending:
     shared: bool = False
 
     def shape(self) -> tuple[int, int, int, int, int]:
-        """Of the sum."""
+        """The shape of the sum."""
         assert self.main is not None
         b, c, t, h, w = self.main.shape
         return (b, c // 4, t, 2 * h - 2, 2 * w - 2) if self.by_phase else (b, c, t, h, w)
@@ -147,7 +147,7 @@ class Pending:
         return self.main.x if isinstance(self.main, DeferredOutput) else self.main
 
     def place(self) -> torch.Tensor:
-        """Where the sum can go: into main, if that has its shape; into the skip, if main is yet to be computed."""
+        """The place for the sum: main, if that has its shape; into the skip, if main is yet to be computed."""
         if isinstance(self.main, torch.Tensor) and not self.by_phase:
             return self.main
         if isinstance(self.main, DeferredOutput) and self.skip is not None and not self.shared:

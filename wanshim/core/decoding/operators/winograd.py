@@ -76,7 +76,7 @@ def applies(conv: Conv) -> bool:
 
 
 def groups_at_once(frames: int, batch: int, height: int, width: int, channels: tuple[int, int]) -> int:
-    """How many groups of four of `frames` outputs a piece has; 0: too few frames for a gain, or too large ones.
+    """The number of groups of four of `frames` outputs in a piece; 0: too few frames for a gain, or too large ones.
 
     Args:
         height, width: of the input, which has as many rows and columns as the output or more.
@@ -97,12 +97,12 @@ def groups_of(frames: int) -> int:
 
 
 def buffer_values(frames: int, batch: int, height: int, width: int, channels: tuple[int, int]) -> int:
-    """How many values the buffers of one piece hold at most."""
+    """The largest number of values in the buffers of one piece."""
     return _BUFFERS * groups_at_once(frames, batch, height, width, channels) * batch * height * width * max(channels)
 
 
 def weight_values(conv: Conv) -> int:
-    """How many values the weights of the products have."""
+    """The number of values in the weights of the products."""
     return _PARTS * 9 * conv.in_channels * conv.out_channels
 
 
@@ -211,7 +211,7 @@ def _combined(row: Sequence[float], tensors: Iterable[torch.Tensor]) -> torch.Te
 
 
 def _stored(dtype: torch.dtype) -> torch.dtype:
-    """What parts, products and their weights are stored in, for values of `dtype`."""
+    """The dtype of parts, products and their weights, for values of `dtype`."""
     return torch.float16 if dtype == torch.bfloat16 else dtype
 
 

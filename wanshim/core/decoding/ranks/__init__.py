@@ -1,1 +1,1 @@
-"""How the ranks of one decode work together: exchanges, verdicts and the collected output."""
+"""The work of the ranks of one decode: exchanges, verdicts and the collected output."""

@@ -1,4 +1,5 @@
-"""How the ranks of one decode or encode talk: a rendezvous before, point-to-point traffic during, one verdict after.
+"""The traffic between the ranks of one decode or encode: a rendezvous before, point-to-point traffic during, one
+verdict after.
 
 Point-to-point traffic runs on a backend of its own, because P2P and collectives on one NCCL communicator have
 corrupted halos elsewhere (vLLM-Omni issue 6396). Rendezvous and verdicts go through the store that torch.distributed
@@ -54,7 +55,7 @@ class PeerLost(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """How one rank left a decode.
+    """The outcome of a decode on one rank.
 
     `kind`: done, unequal (done, but the result is not the framework's own), oom, error, stopped (by an interrupt, or
     when a callback had frames already), peer (only a peer's failure reached it), lost.
@@ -358,7 +359,7 @@ def packed(x: torch.Tensor) -> torch.Tensor:
 
 
 def receive_buffer(target: torch.Tensor) -> torch.Tensor:
-    """Where to receive what `packed` sends: `target` where it lies so, else a tensor to copy from."""
+    """A buffer for what `packed` sends: `target` where it lies so, else a tensor to copy from."""
     return target if target.permute(0, 2, 3, 4, 1).is_contiguous() else dense(tuple(target.shape), target)
 
 

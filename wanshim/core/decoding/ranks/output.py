@@ -1,4 +1,4 @@
-"""Where frames or latents go: to one rank or all, in the model's dtype or uint8, as a whole or chunk by chunk.
+"""The output of frames or latents: to one rank or all, in the model's dtype or uint8, as a whole or chunk by chunk.
 
 Ranks hand in regions in an order they all know; only ranks that asked for output hold more than their own regions. With
 a callback no rank holds a whole video: blocks of frames go to the callback in order, through a queue of fixed length,
@@ -28,7 +28,7 @@ _STOP = None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputSpec:
-    """What the caller wants.
+    """The output that the caller wants.
 
     Args:
         ranks: the ranks (within the group) that receive frames; None: all.
@@ -247,4 +247,4 @@ class ChunkPump:
 
 
 def _ignore(block: torch.Tensor, start: int) -> None:
-    """What a cancelled pump calls."""
+    """The callback of a cancelled pump."""
