@@ -28,7 +28,7 @@ TRAINED_NOTHING = (
     "--gpus had no effect: nothing was trained that wanshim plans, nor encoded, and each process ran the whole program "
     "by itself"
 )
-GENERATED_NOTHING = "WANSHIM_GENERATE had no effect: this process called no pipeline that wanshim runs on several GPUs"
+GENERATED_NOTHING = "{} had no effect: this process called no pipeline that wanshim runs on several GPUs"
 SILENT = (State.REGISTERED.value, State.ABSENT.value, State.OFF.value)
 DONE = (State.EXERCISED.value, State.UNNEEDED.value)
 ON_REQUEST = signal.SIGUSR2
@@ -206,7 +206,10 @@ class ProcessReport:
             hand_over.mark_done(ability)
         wanted = self.process.settings.generate is not None and (self._is_program or "torch" in sys.modules)
         asked = {"model_split": hand_over.is_rank(), "generate": wanted}
-        sentences = {"model_split": TRAINED_NOTHING, "generate": GENERATED_NOTHING}
+        sentences = {
+            "model_split": TRAINED_NOTHING,
+            "generate": GENERATED_NOTHING.format(hand_over.as_written("WANSHIM_GENERATE")),
+        }
         missing = (one for one in sentences if asked[one] and one not in done | tried and not hand_over.is_done(one))
         return [sentences[ability] for ability in missing]
 

@@ -370,7 +370,9 @@ def test_program_that_was_to_generate_and_called_no_pipeline_says_so_and_fails_u
         monkeypatch.delitem(sys.modules, "torch", raising=False)
     wan.offer(replace(REPAIR, name="fakewan.generate", auto=False, switched_on_by="generate"))
     start("auto")
-    said = any(line == f"wanshim: {process_report.GENERATED_NOTHING}" for line in process.end())
+    said = any(
+        line == f"wanshim: {process_report.GENERATED_NOTHING.format('WANSHIM_GENERATE')}" for line in process.end()
+    )
     assert said is (value == "2" and (program or with_torch))
     assert process.statuses == ([] if status is None else [status])
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from wanshim import hand_over
 from wanshim.adapters.diffsynth.splitting import low_precision, side_models
 from wanshim.adapters.diffsynth.splitting.family import Family, class_of
 from wanshim.adapters.diffsynth.splitting.job import WORDS
@@ -214,7 +215,7 @@ def split_after_loading(original: Callable[..., Any], seam: SeamState) -> Callab
             for dit in dits:
                 dit.requires_grad_(False)  # as --quant_options load it; what trains is chosen later
         if pipe.dit is not None and trains_on_one_device(read):
-            report("the DiT waits on the host until its training begins: WANSHIM_PLAN")
+            report(f"the DiT waits on the host until its training begins: {hand_over.as_written('WANSHIM_PLAN')}")
             _place_to_generate(pipe, dits, bound.arguments["device"], report)
             seam.pass_by()
         elif pipe.dit is None:

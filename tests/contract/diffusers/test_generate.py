@@ -754,7 +754,7 @@ def test_the_command_starts_workers_when_the_script_imports_its_framework(what: 
         assert first == [second] == [pid], "the second pipeline finds the workers of the first"
         assert found["equal"]
     else:
-        assert "WANSHIM_GENERATE had no effect" in done.stderr
+        assert "--gpus 2 had no effect" in done.stderr
         assert str(pid) not in done.stderr
 
 
@@ -952,7 +952,7 @@ def test_what_the_command_cannot_do_is_one_sentence_before_anything_is_loaded(
 @pytest.mark.parametrize(
     ("variables", "launcher", "found", "text"),
     [
-        ({}, ["torchrun"], "True 2", "wanshim: WANSHIM_GENERATE had no effect: this process called no pipeline"),
+        ({}, ["torchrun"], "True 2", "wanshim: --gpus 2 had no effect: this process called no pipeline"),
         (
             {"WANSHIM_DISABLE": "1"},
             [sys.executable],
