@@ -87,7 +87,7 @@ def run_case(vae: Any, graph: Any, case: Case, group: Any) -> str:
         decoder.release()
     assert decoder.plan is not None
     mode = decoder.plan.mode
-    if frames is None:
+    if not frames.numel():
         return f"{mode} none"
     difference = (frames - reference).abs().max().item()
     return f"{mode} right" if difference <= 1e-5 else f"{mode} off by {difference}"
