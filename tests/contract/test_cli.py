@@ -484,6 +484,7 @@ def test_doctor_says_when_wanshim_is_switched_off(command: Command, monkeypatch:
     assert "selected by" not in out
 
 
+@pytest.mark.slow
 def test_doctor_imports_neither_torch_nor_a_framework() -> None:
     """Not even where a selected feature needs GPUs: the driver counts them."""
     program = (

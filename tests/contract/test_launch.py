@@ -87,6 +87,7 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
+@pytest.mark.slow
 def test_accelerate_without_a_number_of_processes_starts_one_over_all_devices(machine: Machine) -> None:
     done = machine.run(tool("accelerate"), "launch", "train.py", "--num_processes", "2")  # the script's own option
     assert done.returncode == 0, done.stderr
@@ -97,6 +98,7 @@ def test_accelerate_without_a_number_of_processes_starts_one_over_all_devices(ma
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "strict"),
     [
@@ -118,6 +120,7 @@ def test_number_of_processes_that_contradicts_the_split_ends_with_two_before_the
     assert the_line_of(done).startswith(f"wanshim: {SENTENCE} (torchrun: --nproc_per_node 1)")
 
 
+@pytest.mark.slow
 def test_number_in_accelerates_configuration_that_contradicts_the_split_ends_with_two(machine: Machine) -> None:
     (machine.folder / "two.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
     (machine.folder / "accelerate").mkdir()
@@ -130,6 +133,7 @@ def test_number_in_accelerates_configuration_that_contradicts_the_split_ends_wit
         assert SENTENCE in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "variables", "engine"),
     [
@@ -157,6 +161,7 @@ def test_plan_beside_an_engine_that_places_parameters_ends_with_two_before_the_l
     assert f") and {asked} each take over the parameters: leave one of the two out. " in line
 
 
+@pytest.mark.slow
 def test_two_processes_with_a_split_each_start(machine: Machine) -> None:
     done = machine.run(tool("torchrun"), "--nproc-per-node", "2", "train.py", WANSHIM_DEVICES="cpu,cpu,cpu,cpu")
     assert done.returncode == 0, done.stderr

@@ -38,6 +38,7 @@ def live(logs: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
         job.wait()
 
 
+@pytest.mark.slow
 def test_curve_grows_and_a_killed_rank_shows_as_gone(
     browser: Any, url: str, live: list[subprocess.Popen[bytes]]
 ) -> None:
@@ -116,6 +117,7 @@ def test_later_status_changes_the_table_of_devices_and_no_legend(browser: Any, l
     assert page.inner_text(".absent") == "rank 1 cuda:1: no NVML"
 
 
+@pytest.mark.slow
 def test_resumed_attempt_replaces_points_and_is_marked(browser: Any, logs: Path, url: str) -> None:
     log = write_log(make_run(logs / "run"), [start_line(), *steps(40)])
     page = open_page(browser, url)

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.contract import readme
 from wanshim.core.shared.files import prompt_cache
 
@@ -44,6 +46,7 @@ def test_make_demo_runs_the_demo_in_an_environment_of_its_own() -> None:
     assert said.splitlines()[-1] == ".venv/demo/bin/wanshim demo"
 
 
+@pytest.mark.slow
 def test_python_of_readme_runs_as_it_stands() -> None:
     text = (readme.ROOT / "README.md").read_text(encoding="utf-8")
     (code,) = (part.partition("```")[0] for part in text.split("```python\n")[1:])

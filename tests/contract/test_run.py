@@ -52,6 +52,7 @@ def python(program: str, *arguments: str, **options: object) -> subprocess.Compl
     return run(sys.executable, "-c", program, *arguments, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_what_upstream_has_itself_is_said_only_where_the_framework_was_imported(tmp_path: Path) -> None:
     """It is known from the installed version alone; launchers and helpers stay quiet all the same."""
     feature = "diffsynth.gradient_accumulation"
@@ -79,6 +80,7 @@ def look():
 """
 
 
+@pytest.mark.slow
 def test_spawned_child_has_the_patches(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(SPAWNS)
     (tmp_path / "child.py").write_text(CHILD)
@@ -110,6 +112,7 @@ def test_features_after_none_are_selected_alone() -> None:
     assert done.stdout.split() == ["diffsynth.progress:diffsynth.progress"]
 
 
+@pytest.mark.slow
 def test_f_that_drops_what_wanshim_features_selects_says_so_in_one_line() -> None:
     done = python("pass", features="fp8_lora", WANSHIM_FEATURES="auto,diffsynth.progress")
     assert done.stderr.splitlines() == [
@@ -118,6 +121,7 @@ def test_f_that_drops_what_wanshim_features_selects_says_so_in_one_line() -> Non
     assert python("pass", features="fp8_lora", WANSHIM_FEATURES="diffsynth.fp8_lora").stderr == ""
 
 
+@pytest.mark.slow
 def test_features_come_from_the_environment_where_none_are_given() -> None:
     assert python(LOOK, WANSHIM_FEATURES="none").stdout == "False\n"
     assert python(LOOK, WANSHIM_FEATURES="diffsynth").stdout == "True\n"
@@ -421,6 +425,7 @@ def test_another_python_is_refused_with_one_line_and_runs(tmp_path: Path) -> Non
     )
 
 
+@pytest.mark.slow
 def test_tool_of_another_python_that_starts_the_projects_own_says_nothing_and_passes_strict(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "other")], check=True, timeout=60)
     tool = tmp_path / "poetry"
@@ -494,6 +499,7 @@ transaction.put_in = put_in
 """
 
 
+@pytest.mark.slow
 def test_patch_that_fails_on_import_ends_the_program_under_strict(tmp_path: Path) -> None:
     """Without strict it goes on: tests/unit/test_activation.py."""
     own = user_sitecustomize(tmp_path / "own", BREAK)
@@ -503,6 +509,7 @@ def test_patch_that_fails_on_import_ends_the_program_under_strict(tmp_path: Path
     assert "RuntimeError: this patch fails" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variable", "value"),
     [
@@ -603,6 +610,7 @@ def test_gpu_that_is_not_here_is_one_line_and_the_program_starts() -> None:
     assert done.stderr == "wanshim: WANSHIM_DEVICES names cuda:99, GPUs in sight: 0\n"
 
 
+@pytest.mark.slow
 def test_variables_without_effect_are_one_line_each_and_the_program_starts() -> None:
     split = "diffsynth.model_split is off. Turn on: WANSHIM_DEVICES=cuda:0,cuda:1 or WANSHIM_PLAN=sequence"
     done = python("print('started')", WANSHIM_BASE="int8", WANSHIM_SPLIT_AT="3")

@@ -42,6 +42,7 @@ def wheel(built: Path) -> Path:
     return next(built.glob("*.whl"))
 
 
+@pytest.mark.slow
 def test_wheel_holds_adapters_once_and_the_matrix(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert "wanshim/compat_matrix.json" in names
@@ -87,6 +88,7 @@ def test_checkout_without_symbolic_links_builds_nothing_and_says_why(tmp_path: P
     assert not [*tmp_path.glob("*.whl"), *tmp_path.glob("*.tar.gz")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pattern", [pytest.param("*.whl", id="wheel"), pytest.param("*.tar.gz", id="sdist", marks=pytest.mark.slow)]
 )

@@ -68,6 +68,7 @@ def without_one(rank: int, size: int, victim: int, kind: str) -> Any:
     return failed, {call: meet(PRESENT_S) for call, meet in met.items()} if kind == "SIGSTOP" else {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["SIGKILL", "SIGSTOP"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_rank_that_is_not_there_is_named_in_time_and_a_stopped_one_that_goes_on_meets_the_others(

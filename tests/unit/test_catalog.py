@@ -149,6 +149,7 @@ def test_second_of_two_packages_that_offer_one_framework_is_left_out(adapter: Ad
     assert "wanshim_two offers 'otherwan'" in found.left_out[0]
 
 
+@pytest.mark.slow
 def test_report_names_the_distribution_of_a_feature_and_what_was_left_out(
     adapter: Adapter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

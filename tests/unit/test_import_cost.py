@@ -118,6 +118,7 @@ def test_importing_wanshim_imports_nothing_but_itself() -> None:
     assert {name.split(".")[0] for name in done.stdout.split()} - own <= set(sys.stdlib_module_names)
 
 
+@pytest.mark.slow
 def test_public_names_are_those_of_core_and_are_looked_up_when_they_are_used() -> None:
     pytest.importorskip("torch")
     program = """

@@ -113,6 +113,7 @@ def test_both_passes_of_a_checkpoint_take_one_kernel(
     assert set(ran) == {gradient}  # the second pass of the other kind ends with the last tensor that backward needs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", [sage, values_alone, other], ids=lambda kernel: kernel.__name__)
 def test_compiled_caller_has_it_in_one_graph(monkeypatch: pytest.MonkeyPatch, kernel: Kernel) -> None:
     install(monkeypatch, kernel)
@@ -147,6 +148,7 @@ PLANS: dict[str, dict[str, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_run_learns_what_it_learns_without_the_kernel(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: dict[str, bytes]
@@ -166,6 +168,7 @@ def test_run_learns_what_it_learns_without_the_kernel(
         assert "no attention was kept" not in kept
 
 
+@pytest.mark.slow
 def test_compiled_blocks_learn_q_and_k_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_aot_eager(monkeypatch)
     install(monkeypatch, sage)
@@ -179,6 +182,7 @@ def test_compiled_blocks_learn_q_and_k_too(tmp_path: Path, monkeypatch: pytest.M
     assert "no gradient passes through SAGE_ATTN" in notes()[0]
 
 
+@pytest.mark.slow
 def test_tokens_over_ranks_learn_the_same_with_and_without_the_kernel(tmp_path: Path) -> None:
     jobs = [
         Job(name, samples=1, accumulation=1, sage=name == "sage", variables={"WANSHIM_PLAN": "sequence"})

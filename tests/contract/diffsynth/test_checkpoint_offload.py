@@ -52,6 +52,7 @@ def notes(feature: str, strict: bool = True) -> str:
     return "\n".join(wanshim.report(strict=strict).row(feature).notes)
 
 
+@pytest.mark.slow
 def test_option_of_diffsynth_goes_through_wanshim_and_writes_the_same_files(tmp_path: Path) -> None:
     expected = train(tmp_path / "plain")
     assert train(tmp_path / "theirs", option=True) == expected
@@ -88,6 +89,7 @@ def test_checkpoints_that_are_all_small_are_named_as_the_reason(
     assert "pass --use_gradient_checkpointing_offload" not in notes(FEATURE, strict=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("option", "variables"), [(True, {}), (False, {"WANSHIM_OFFLOAD": "on"})])
 def test_split_that_is_asked_to_offload_does_so_in_a_pipeline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: bool, variables: dict[str, str]
@@ -123,6 +125,7 @@ def _noting(seen: list[Any], original: Any) -> Any:
     return item
 
 
+@pytest.mark.slow
 def test_split_offloads_by_itself_where_it_would_not_fit_and_cuts_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

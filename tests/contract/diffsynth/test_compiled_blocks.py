@@ -36,6 +36,7 @@ def _own_graphs() -> Iterator[None]:
     assert wan_video_dit.rope_apply is ROTARY
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["t2v", *(pytest.param(name, marks=pytest.mark.slow) for name in ("i2v", "vace"))])
 def test_variant_gives_nearly_the_same_loss_and_gradients(
@@ -67,6 +68,7 @@ RUNS = {
 QUICK = ("alone", "split, attention kept")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "variables",
     [pytest.param(given, id=name, marks=[pytest.mark.slow] * (name not in QUICK)) for name, given in RUNS.items()],

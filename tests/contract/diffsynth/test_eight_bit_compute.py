@@ -116,6 +116,7 @@ def test_refusal_is_reported_and_the_run_is_diffsynths_own(
     check_refusal_is_reported(STEP, {"COMPUTE": "float8"}, split, tmp_path, monkeypatch)
 
 
+@pytest.mark.slow
 def test_fast_goes_without_what_the_device_lacks_under_strict_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,6 +151,7 @@ def least_that_fits(job: TrainingJob, limits: Limits) -> int:
     return high
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", ["FAST", "COMPUTE"])
 def test_fast_trains_without_what_the_step_does_not_fit_with(
     asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -31,6 +31,7 @@ def test_fp8_lora_without_the_feature_gets_no_gradient(name: str) -> None:
     assert {gradient is None for gradient in in_blocks} == {lost}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("deterministic_kernels")
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["keep", "checkpoint"])
 @pytest.mark.parametrize("name", OWNERS)

@@ -50,6 +50,7 @@ def run(
 QUICK = ("t2v", "i2v", "vace", "pair")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in QUICK)) for kind in wan_pipelines.MADE],
@@ -106,6 +107,7 @@ def test_tiles_of_diffsynth_are_its_own(shared: SharedPipeline) -> None:
     assert shared.shared_vae_calls == before
 
 
+@pytest.mark.slow
 def test_without_guidance_tokens_go_over_processes_at_an_odd_size(shared: SharedPipeline) -> None:
     pipe = wan_pipelines.MADE["t2v"]()
     size = {"height": 48, "width": 80, "num_frames": 9, "cfg_scale": 1.0}

@@ -54,6 +54,7 @@ def notes() -> str:
     return "\n".join(wanshim.report(strict=False).row(FEATURE).notes)
 
 
+@pytest.mark.slow
 def test_dit_is_placed_when_the_pipeline_generates(
     files: wan_checkpoint.CheckpointFiles, placed: list[tuple[Any, Any]]
 ) -> None:
@@ -65,6 +66,7 @@ def test_dit_is_placed_when_the_pipeline_generates(
     assert "wanshim generate --gpus N" in notes()
 
 
+@pytest.mark.slow
 def test_training_does_not_place_it(
     files: wan_checkpoint.CheckpointFiles, placed: list[tuple[Any, Any]], tmp_path: Path
 ) -> None:

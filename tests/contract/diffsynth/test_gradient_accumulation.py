@@ -119,6 +119,7 @@ def notes(name: str = NAME) -> tuple[str, ...]:
     return tuple(wanshim.report().row(name).notes)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(HAS_FAULT, reason="the installed release has the fault")
 @pytest.mark.usefixtures("own_loop")
 @pytest.mark.parametrize("accumulation", [2, 4, slow(7)])
@@ -134,6 +135,7 @@ def test_release_that_is_native_counts_every_micro_batch_by_itself(
     assert not hasattr(runner.launch_training_task, "__wanshim_state__")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [2, slow(4)])
 def test_accumulation_without_the_feature_steps_on_the_last_micro_batch_alone(
     tmp_path: Path, steps: list[Tensors], accumulation: int
@@ -147,6 +149,7 @@ def test_accumulation_without_the_feature_steps_on_the_last_micro_batch_alone(
     assert_same(found, train_by_hand(module_of(), lasts, accumulation))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [4, slow(2), slow(3), slow(7)])
 def test_accumulation_gives_the_gradients_and_lora_of_a_right_loop_by_hand(
     tmp_path: Path, steps: list[Tensors], accumulation: int
@@ -168,6 +171,7 @@ def test_accumulation_gives_the_gradients_and_lora_of_a_right_loop_by_hand(
     assert wanshim.report().row(NAME).state == "exercised"
 
 
+@pytest.mark.slow
 def test_accumulation_of_one_leaves_every_byte_and_the_optimizer_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,6 +184,7 @@ def test_accumulation_of_one_leaves_every_byte_and_the_optimizer_alone(
     assert wanshim.report().row(NAME).calls == 0
 
 
+@pytest.mark.slow
 def test_gradients_from_before_the_task_and_of_one_that_failed_do_not_leak_into_its_first_step(
     tmp_path: Path, steps: list[Tensors]
 ) -> None:
@@ -240,6 +245,7 @@ def activate_in_turn(*names: str) -> Callable[[], None]:
     return activate
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [slow((NAME, SPLIT)), (SPLIT, NAME)], ids=["split outside", "split inside"])
 @pytest.mark.parametrize("pipeline", ["1", slow("0")], ids=["pipeline", "serial"])
 def test_accumulation_over_a_split_writes_the_files_of_the_unsplit_model(
@@ -257,6 +263,7 @@ def test_accumulation_over_a_split_writes_the_files_of_the_unsplit_model(
     assert any("4 micro-batches in a pipeline of 2 stages" in note for note in notes(SPLIT)) is (pipeline == "1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [slow((NAME, PROGRESS, SPLIT)), (PROGRESS, SPLIT, NAME)], ids=["first", "last"])
 def test_accumulation_under_progress_and_split_writes_the_same_files_and_every_feature_is_exercised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: tuple[str, ...]

@@ -151,6 +151,7 @@ RUNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variables", RUNS.values(), ids=RUNS.keys())
 def test_planned_run_keeps_attention_and_writes_the_same_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
@@ -165,6 +166,7 @@ def test_planned_run_keeps_attention_and_writes_the_same_files(
     assert "16 were used again" in notes(FEATURE)
 
 
+@pytest.mark.slow
 def test_tokens_over_ranks_give_the_same_gradients(tmp_path: Path) -> None:
     """Each rank keeps its own heads' part."""
     jobs = [
@@ -218,6 +220,7 @@ def place(plan: TrainingPlan) -> KeptOn | None:
     return plan.step.keep
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("over", [{"DEVICES": "cpu,cpu"}, {}], ids=["split", "as DiffSynth runs it"])
 def test_attention_is_kept_where_the_predicted_step_leaves_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over: dict[str, str]
@@ -303,6 +306,7 @@ def test_last_blocks_of_each_stage_are_the_ones_kept(monkeypatch: pytest.MonkeyP
     assert [blocks.index(block) for block in checkpointed] == [0, 2, 3]
 
 
+@pytest.mark.slow
 def test_blocks_are_kept_where_the_predicted_step_leaves_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept, expected = planned(tmp_path / "kept", monkeypatch, KEEP="blocks", DEVICES="cpu,cpu")
     assert kept.step is not None
@@ -316,6 +320,7 @@ def test_blocks_are_kept_where_the_predicted_step_leaves_room(tmp_path: Path, mo
     assert (off.kept_blocks_text, found) == ("", expected)
 
 
+@pytest.mark.slow
 def test_tokens_over_ranks_give_the_same_gradients_with_kept_blocks(tmp_path: Path) -> None:
     jobs = [
         Job(keep, samples=3, accumulation=1, video=True, variables={"WANSHIM_PLAN": "sequence", "WANSHIM_KEEP": keep})
@@ -372,6 +377,7 @@ def _fail(*_: object, **__: object) -> None:
     raise RuntimeError("no kernel for shapes")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("why", ["no size", "no shapes"])
 def test_attention_that_was_asked_for_is_kept_where_nothing_is_predicted(
     why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

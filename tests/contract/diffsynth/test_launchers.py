@@ -38,6 +38,7 @@ Path("answers", f"{os.getpid()}.json").write_text(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher", ["torchrun", pytest.param("accelerate", marks=slow), pytest.param("accelerate_cpu", marks=slow)]
 )

@@ -60,6 +60,7 @@ def test_split_training_saves_the_lora_of_unsplit_training(
     assert any("split into 3 stages" in note for note in row.notes)
 
 
+@pytest.mark.slow
 def test_pipeline_made_without_the_shim_is_split_when_training_starts(
     files: wan_checkpoint.CheckpointFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,6 +121,7 @@ def test_bad_split_is_one_clear_error_and_leaves_nothing(
     assert {name: id(p) for name, p in module.named_parameters()} == before
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_stages")
 @pytest.mark.parametrize("name", ["LongCatVideoTransformer3DModel", "WanAnimate2Transformer"])
 def test_dit_that_cannot_be_split_is_refused_by_name(

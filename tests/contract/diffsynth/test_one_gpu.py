@@ -29,6 +29,7 @@ def test_functions_that_want_an_index_insist_on_one(one_gpu: torch.device) -> No
     assert torch.cuda.get_per_process_memory_fraction("cuda:0") == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_gpu")
 @pytest.mark.parametrize(
     "variables",
@@ -46,6 +47,7 @@ def test_run_on_one_gpu_plans_for_its_index(
     assert not re.search(r"cuda\b(?!:0)", said)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_gpu")
 def test_planned_run_of_one_gpu_keeps_blocks_on_a_large_card_and_streams_on_a_small_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

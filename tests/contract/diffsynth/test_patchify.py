@@ -121,6 +121,7 @@ def test_forward_with_a_hook_on_the_model_runs_it() -> None:
     assert seen == [(1, 48, SMALL["dim"]), (1, 16, 3, 8, 8)]
 
 
+@pytest.mark.slow
 def test_compiled_caller_sees_the_patch() -> None:
     """A patch that torch.compile skips would raise here: the plain forward cannot unpack."""
     graphs: list[torch.fx.GraphModule] = []

@@ -24,6 +24,7 @@ def notes() -> str:
     return "\n".join(wanshim.report(strict=False).row(FEATURE).notes)
 
 
+@pytest.mark.slow
 def test_split_says_what_each_plan_would_give_and_why_it_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -43,6 +44,7 @@ def test_accumulation_gives_a_pipeline_and_the_plan_says_so(tmp_path: Path, monk
     assert "plan: pipeline. It gives at most 1.33x" in notes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("expandable", [False, True])
 def test_pipeline_needs_memory_for_what_the_allocator_leaves_unused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expandable: bool
@@ -62,6 +64,7 @@ def test_pipeline_needs_memory_for_what_the_allocator_leaves_unused(
     assert ("several in flight would not fit, one does; PYTORCH_CUDA_ALLOC_CONF" in notes()) is not expandable
 
 
+@pytest.mark.slow
 def test_split_that_is_named_takes_one_micro_batch_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, logs = unsplit(2)
     for name, value in {"WANSHIM_DEVICES": "cpu,cpu", "WANSHIM_PLAN": "split"}.items():
@@ -82,6 +85,7 @@ def test_named_pipeline_that_is_unavailable_is_refused_under_strict(
         train(tmp_path, 1)
 
 
+@pytest.mark.slow
 def test_auto_streams_only_what_does_not_fit_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = video_job.train(tmp_path / "without")
     monkeypatch.setenv("WANSHIM_PLAN", "auto")
@@ -100,6 +104,7 @@ def test_auto_streams_only_what_does_not_fit_whole(tmp_path: Path, monkeypatch: 
     assert "checkpoints are offloaded to host memory, bit for bit the same: the plan keeps attention" in notes()
 
 
+@pytest.mark.slow
 def test_auto_keeps_attention_in_host_memory_before_it_computes_it_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -109,6 +109,7 @@ def job(checkpoint: Path, tmp_path: Path) -> Job:
     return Job(checkpoint, tmp_path / "lora")
 
 
+@pytest.mark.slow
 def test_one_process_ends_at_100_percent_with_the_totals_that_happened(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,6 +121,7 @@ def test_one_process_ends_at_100_percent_with_the_totals_that_happened(
     assert_finished_at(run_folder(job.output / "training_logs", job.output), micro=14, optimizer=6)
 
 
+@pytest.mark.slow
 def test_step_that_saves_a_checkpoint_is_not_longer_for_it(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     save = Accelerator.save
     monkeypatch.setattr(Accelerator, "save", lambda *a, **k: (time.sleep(1.5), save(*a, **k))[1])
@@ -134,6 +136,7 @@ def test_step_that_saves_a_checkpoint_is_not_longer_for_it(job: Job, monkeypatch
     assert run["checkpoints"] == 3
 
 
+@pytest.mark.slow
 def test_learning_rate_is_the_one_the_step_was_made_with(job: Job) -> None:
     """ConstantLR gives a third of the rate for its first five optimizer steps."""
     wanshim.activate(f"none,{FEATURE}")
@@ -142,6 +145,7 @@ def test_learning_rate_is_the_one_the_step_was_made_with(job: Job) -> None:
     assert rates == pytest.approx([1e-3] * 10 + [3e-3] * 2)
 
 
+@pytest.mark.slow
 def test_training_that_fails_is_logged_as_failed_and_raises_what_it_raised(job: Job) -> None:
     from diffsynth.diffusion import runner
 
@@ -168,6 +172,7 @@ def test_training_that_fails_is_logged_as_failed_and_raises_what_it_raised(job: 
     assert run["current_step"] == 2
 
 
+@pytest.mark.slow
 def test_second_attempt_continues_the_log(job: Job) -> None:
     wanshim.activate(f"none,{FEATURE}")
     job.train()
@@ -177,6 +182,7 @@ def test_second_attempt_continues_the_log(job: Job) -> None:
     assert (run["attempt"], run["current_step"], run["progress_percent"]) == (2, 3, 100)
 
 
+@pytest.mark.slow
 def test_nan_loss_is_logged_and_seen(job: Job) -> None:
     wanshim.activate(f"none,{FEATURE}")
     job.train(samples=3, nan_at=3)
@@ -185,6 +191,7 @@ def test_nan_loss_is_logged_and_seen(job: Job) -> None:
     assert [problem["kind"] for problem in run["problems"]] == ["nan"]
 
 
+@pytest.mark.slow
 def test_log_that_cannot_be_opened_does_not_stop_training(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +205,7 @@ def test_log_that_cannot_be_opened_does_not_stop_training(
     assert "not recorded: " in next(iter(row.fallbacks))
 
 
+@pytest.mark.slow
 def test_off_leaves_runner_and_logger_as_they_are(job: Job) -> None:
     from diffsynth.diffusion import logger, runner
 

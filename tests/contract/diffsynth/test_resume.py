@@ -69,6 +69,7 @@ def note() -> str:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("job", "at"),
     [
@@ -120,6 +121,7 @@ KEPT_IN_INT8 = {"WANSHIM_KEEP": "blocks", "WANSHIM_COMPUTE": "int8", "WANSHIM_PL
 KEEP_ATTENTION = {"WANSHIM_KEEP": "attention", "WANSHIM_OFFLOAD": "on"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "variables", "job", "says"),
     [
@@ -157,6 +159,7 @@ def test_under_every_plan_the_resumed_run_is_the_run(
     assert files(out) == files(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("workers", "at"), [(0, 4), pytest.param(2, 4, marks=pytest.mark.slow), (2, 9)])
 def test_generators_that_the_dataset_holds_go_on_where_they_were(tmp_path: Path, workers: int, at: int) -> None:
     expected, lora = undisturbed(tmp_path / "whole", dataset=OwnGenerators(7), workers=workers)
@@ -184,6 +187,7 @@ class Shuffled(torch.utils.data.Sampler[int]):
         return iter(self.draws.sample(range(self.count), self.count))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [4, 9])
 def test_generator_that_a_sampler_of_the_user_holds_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
@@ -223,6 +227,7 @@ def test_run_that_has_ended_trains_nothing_and_leaves_the_same_files(tmp_path: P
     assert note() == f"has ended at step 7, and trains nothing: {tmp_path}/training_state/run-1"
 
 
+@pytest.mark.slow
 def test_run_that_has_passed_its_last_epoch_has_ended_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the script trains next begins a run of its own."""
     wanshim.activate(f"none,{NAME}")
@@ -248,6 +253,7 @@ def test_run_that_fails_says_last_what_goes_on_from_which_state(
     assert row.headline == row.notes[-1] == f"the same command{said} {state}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("at", "left"), [(0, 14), (7, 7)])
 def test_run_that_fails_before_it_saves_names_the_state_that_it_began_from(tmp_path: Path, at: int, left: int) -> None:
     wanshim.activate(f"none,{NAME}")
@@ -306,6 +312,7 @@ def test_run_whose_states_are_all_damaged_stops_and_begins_beside_them_if_asked(
     assert sorted(run.glob("step-*")) == states
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [None, 2, 4, 5])
 def test_script_that_trains_twice_into_one_folder_trains_both_and_goes_on_in_either(
     tmp_path: Path, at: int | None
@@ -321,6 +328,7 @@ def test_script_that_trains_twice_into_one_folder_trains_both_and_goes_on_in_eit
     assert files(folder) == lora
 
 
+@pytest.mark.slow
 def test_what_the_hint_says_goes_on_from_a_folder_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANSHIM_RESUME", "./states")
@@ -337,6 +345,7 @@ def test_what_the_hint_says_goes_on_from_a_folder_too(tmp_path: Path, monkeypatc
     assert len(seen(tmp_path, 0, 2)) == 11
 
 
+@pytest.mark.slow
 def test_another_learning_rate_stops_with_a_table_and_goes_on_where_it_is_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -391,6 +400,7 @@ def test_other_arguments_stop_the_start_where_the_script_reads_them(
     assert parsed(tmp_path, "--learning_rate", "2e-2").learning_rate == 2e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("at", "rate"), [(3, 2e-2 / 3), (9, 2e-2)], ids=["warming up", "warmed up"])
 def test_learning_rate_0_is_replaced_by_the_accepted_one_where_the_schedule_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, rate: float
@@ -410,6 +420,7 @@ def test_learning_rate_0_is_replaced_by_the_accepted_one_where_the_schedule_is(
     assert rates[-1] == pytest.approx(2e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alive", [True, False], ids=["stopped", "killed"])
 def test_another_process_that_trains_the_run_is_named_and_one_that_was_killed_is_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, alive: bool
@@ -455,6 +466,7 @@ def other_rank(device: str, layers: int) -> Pipe:
     return pipe
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("made", "name", "accepted"),
     [(other_base, "base_model", True), (other_rank, "trained_weights", False)],
@@ -481,6 +493,7 @@ def test_other_weights_stop_the_start_by_name(
             train(tmp_path, attempt=2)
 
 
+@pytest.mark.slow
 def test_dataset_with_other_files_stops_the_start_and_begins_its_epoch_where_it_is_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -512,6 +525,7 @@ def test_samples_a_step_are_not_changed_whatever_is_accepted(tmp_path: Path, mon
     assert "--gradient_accumulation_steps 1" in str(raised.value)
 
 
+@pytest.mark.slow
 def test_new_begins_beside_the_old_run_which_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanshim.activate(f"none,{NAME}")
     train(tmp_path, epochs=1)
@@ -524,6 +538,7 @@ def test_new_begins_beside_the_old_run_which_stays(tmp_path: Path, monkeypatch: 
     assert sorted(path.name for path in tmp_path.glob("training_state/*")) == ["run-1", "run-2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
 def test_run_of_one_sample_a_step_goes_on_on_other_gpus(tmp_path: Path, first: int, then: int) -> None:
     """Over two ranks, then in one process, and the other way round: the same samples and draws, up to rounding."""
@@ -636,6 +651,7 @@ def test_tensors_that_the_script_keeps_itself_are_named_as_no_part_of_the_state(
     assert said[:1] == [f"{NAME}: no part of the state, and begins anew: average of Averaging"] * (logger is Averaging)
 
 
+@pytest.mark.slow
 def test_progress_log_goes_on_at_the_resumed_batch(tmp_path: Path) -> None:
     wanshim.activate(f"none,{NAME},diffsynth.progress")
     with pytest.raises(torch.OutOfMemoryError):
@@ -652,6 +668,7 @@ def start(folder: Path, processes: int = 1, **job: Any) -> list[int]:
     return resume_runs.start(folder, processes, variables, **job)
 
 
+@pytest.mark.slow
 def test_run_that_is_asked_to_end_with_a_full_disk_says_that_its_state_is_not_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -697,6 +714,7 @@ def test_signal_does_not_end_a_run_that_failed_before_its_last_state_is_written(
     assert "from the state of step 3 " in wanshim.report().row(NAME).headline
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "status", "more"),
     [
@@ -725,6 +743,7 @@ def of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "only", "at"), [pytest.param("SIGKILL", 1, 5, marks=pytest.mark.slow), ("SIGUSR1", 0, 2)]
 )

@@ -89,6 +89,7 @@ QUICK = (3, 6)  # in the write of a state, at any time
 SOME = 8  # each place once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "place", "plan"), [moment(number) for number in range(MOMENTS)])
 def test_killed_run_ends_with_the_lora_of_the_undisturbed_one(
     tmp_path: Path, undisturbed: Undisturbed, number: int, place: str, plan: int

@@ -165,6 +165,7 @@ def test_blocks_that_ignore_what_is_passed_end_a_streamed_run(tmp_path: Path, mo
         train(tmp_path, module, Sized(1, 1), use_gradient_checkpointing=True)
 
 
+@pytest.mark.slow
 def test_a_larger_sample_is_planned_for_when_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 40 samples 8 are looked at; the large one is not among them."""
     frames = [1] * 40
@@ -174,6 +175,7 @@ def test_a_larger_sample_is_planned_for_when_it_comes(tmp_path: Path, monkeypatc
     assert "planned again for 144 tokens with activations recomputed, after 16 tokens" in notes()
 
 
+@pytest.mark.slow
 def test_a_sample_that_does_not_fit_ends_the_run_with_both_sizes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

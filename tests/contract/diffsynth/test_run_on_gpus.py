@@ -99,6 +99,7 @@ if os.environ.get("RANK", "0") == "0":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "variables", "feature", "selected_by"),
     [
@@ -239,6 +240,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_ranks_meet_whatever_torchrun_is_told_and_the_launcher_says_nothing(tmp_path: Path) -> None:
     outer = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "7", "TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "5"}
     done = two(tmp_path, MEETS, **outer)
@@ -258,6 +260,7 @@ def test_port_of_the_ranks_is_none_that_the_kernel_gives_to_others_or_that_someb
         assert found not in {ranks.free_port() for _ in range(200)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("waits", [0, 60], ids=["ends", "goes_on"])
 def test_rank_behind_a_wrapper_that_drops_variables_ends_the_job_and_no_other_is_started(
     tmp_path: Path, waits: int
@@ -313,6 +316,7 @@ def refused(folder: Path, *command: str, script: str = SCRIPT, **variables: str)
     return line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wrapper",
     [
@@ -334,6 +338,7 @@ def test_module_of_torchrun_is_refused(tmp_path: Path) -> None:
     assert "torch's launcher" in refused(tmp_path, sys.executable, "-m", "torch.distributed.run", *TWO)
 
 
+@pytest.mark.slow
 def test_accelerates_launcher_is_refused_with_what_its_configuration_sets(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("distributed_type: MULTI_CPU\nmixed_precision: bf16\nnum_processes: 2\n"
                                      "num_machines: 1\nuse_cpu: true\n")  # fmt: skip
@@ -390,6 +395,7 @@ def test_two_programs_of_one_rank_end_the_job(tmp_path: Path) -> None:
     assert done.stderr.count("two programs came up as one rank") == 1
 
 
+@pytest.mark.slow
 def test_program_may_start_a_process_with_a_rank_of_its_own(tmp_path: Path) -> None:
     """Of a job of one, or of none."""
     script = (
@@ -413,6 +419,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_ranks_listen_on_the_loopback_address_alone(tmp_path: Path) -> None:
     variables = environment()
     del variables["GLOO_SOCKET_IFNAME"]
@@ -437,6 +444,7 @@ def test_rank_behind_uv_run_is_one_in_all_that_is_said(tmp_path: Path) -> None:
     assert "train.py:3 in <module>: ValueError: boom" in run(tmp_path, *command, script=script, FAILS="1").stderr
 
 
+@pytest.mark.slow
 def test_first_python_that_a_rank_s_program_starts_may_fail(tmp_path: Path) -> None:
     """As a recipe of make may look for a package before it trains: an error there ends no rank."""
     recipe = "python -c 'import no_such_package' 2> /dev/null || true\npython train.py"
@@ -584,6 +592,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
         until(lambda: not any(map(is_running, ranks)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
 def test_signal_that_ends_the_launcher_ends_the_ranks_first(tmp_path: Path, number: signal.Signals) -> None:
     with launched(tmp_path) as (launcher, ranks):

@@ -78,6 +78,7 @@ def check(names: tuple[str, ...], ranks: tuple[int, ...], seconds: float = 200) 
             assert distance <= EXACT, case
 
 
+@pytest.mark.slow
 def test_every_covered_variant_on_two_ranks_takes_the_unsharded_step() -> None:
     check(COVERED, (2,))
 
@@ -112,6 +113,7 @@ def trained(rank: int, size: int) -> float:
     return ((found - expected).norm() / expected.norm()).item()
 
 
+@pytest.mark.slow
 def test_lora_after_five_steps_is_the_unsharded_one() -> None:
     assert max(values(run_ranks(trained, 2))) <= 1e-4
 

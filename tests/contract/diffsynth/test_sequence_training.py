@@ -55,6 +55,7 @@ def of_one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict
     return folder, forked(folder, [EACH, ACCUMULATED, CLIP], processes=1)[0]
 
 
+@pytest.mark.slow
 def test_two_processes_train_each_sample_together_as_one_process_does(
     tmp_path: Path, of_one_process: tuple[Path, dict[str, Any]]
 ) -> None:

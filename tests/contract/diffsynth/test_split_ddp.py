@@ -22,6 +22,7 @@ from tests.contract.diffsynth.ddp_jobs import (
 from tests.contract.diffsynth.ddp_worker import Job
 
 
+@pytest.mark.slow
 def test_ddp_over_splits_gives_the_gradients_of_one_process_with_the_same_global_batch(tmp_path: Path) -> None:
     pytest.importorskip("torchao", reason="a quantised base is an extra: pip install 'wanshim[torchao]'")
     jobs = [EXACT, FLOAT8, PIPELINED]

@@ -20,6 +20,7 @@ FEATURE = "diffsynth.model_split"
 WAIT_S = 120
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("accumulation", "moment"),
     [
@@ -64,6 +65,7 @@ def fail_in_stage_one(module: Any, in_backward: bool, error: Exception) -> None:
     module.pipe.dit.blocks[-1].register_forward_pre_hook(fail)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(WAIT_S)
 @pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("accumulation", [1, 4])

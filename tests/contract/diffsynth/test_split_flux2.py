@@ -66,6 +66,7 @@ def test_split_flux2_gives_the_unsplit_loss_and_gradients(
     assert all(map(torch.equal, expected, found))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "split_at",
     [None, (4, 8, 30), *(pytest.param(points, marks=pytest.mark.slow) for points in ((8, 20, 40), (5, 6, 7)))],
@@ -119,6 +120,7 @@ def unsplit(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, bytes],
     return train(tmp_path_factory.mktemp("unsplit"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_split_flux2_training_writes_the_files_of_unsplit_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stages: int, unsplit: tuple[dict[str, bytes], Training]

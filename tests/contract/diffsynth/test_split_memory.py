@@ -28,6 +28,7 @@ def split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("split")
 def test_peak_is_predicted_and_told_and_nothing_is_chunked_where_it_fits(tmp_path: Path) -> None:
     expected, _ = train(tmp_path / "unsplit")
@@ -38,6 +39,7 @@ def test_peak_is_predicted_and_told_and_nothing_is_chunked_where_it_fits(tmp_pat
     assert "in chunks of" not in notes()
 
 
+@pytest.mark.slow
 def test_chunks_asked_for_train_and_are_gone_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: None
 ) -> None:
@@ -71,6 +73,7 @@ def test_other_plans_are_weighed_with_blocks_that_have_no_chunks_yet(
     assert replaced == [False]
 
 
+@pytest.mark.slow
 def test_step_that_fits_only_in_chunks_gets_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: None) -> None:
     monkeypatch.setattr(job, "CHUNK_TOKENS", 16)
     wanshim.activate(f"none,{FEATURE}")

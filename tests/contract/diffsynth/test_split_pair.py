@@ -52,6 +52,7 @@ def train(module: PairTraining, folder: Path, accumulation: int) -> dict[str, by
     return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stages", "accumulation", "split_before"),
     [
@@ -130,6 +131,7 @@ def video(pipe: Any) -> list[bytes]:
     return [frame.tobytes() for frame in frames]
 
 
+@pytest.mark.slow
 def test_inference_with_both_experts_split_gives_the_unsplit_video(
     files: tuple[wan_checkpoint.CheckpointFiles, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +147,7 @@ def test_inference_with_both_experts_split_gives_the_unsplit_video(
     assert all(ran.values())
 
 
+@pytest.mark.slow
 def test_second_expert_that_does_not_fit_stays_on_the_host_and_says_so(
     files: tuple[wan_checkpoint.CheckpointFiles, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

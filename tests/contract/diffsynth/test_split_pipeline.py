@@ -69,6 +69,7 @@ def pipeline_devices(device_type: str, stages: int) -> list[str]:
 QUICK = (("t2v", True, 2, 5), ("t2v", False, 4, 5), ("i2v", True, 3, 5), ("i2v", False, 2, 1))
 
 
+@pytest.mark.slow
 @ON_CPU_AND_GPU
 @pytest.mark.parametrize(
     ("kind", "checkpointing", "stages", "count"),

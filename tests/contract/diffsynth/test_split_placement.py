@@ -22,6 +22,7 @@ def _bfloat16(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "stages"),
     [

@@ -160,6 +160,7 @@ def split_run(
     return found, module
 
 
+@pytest.mark.slow
 @BASES
 @pytest.mark.parametrize("stages", [2, pytest.param(4, marks=SLOW)])
 def test_bf16_checkpoint_with_wanshim_base_trains_as_the_quantised_base_unsplit(
@@ -188,6 +189,7 @@ def test_pipeline_that_comes_unsplit_with_lora_is_quantised_when_training_starts
     assert train(module, tmp_path / "split") == expected
 
 
+@pytest.mark.slow
 def test_lora_of_a_quantised_base_loads_into_an_unsplit_bf16_model(
     files: wan_checkpoint.CheckpointFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,6 +262,7 @@ def _cache_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "empty_cache", lambda: None, raising=False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_cache_of_the_host")
 @pytest.mark.parametrize("stages", [pytest.param(2, marks=SLOW), 3, pytest.param(4, marks=SLOW)])
 def test_fp8_models_under_a_split_give_the_unsplit_file(
@@ -348,6 +351,7 @@ class Saving(training.Logger):
         accelerator.load_state(self.output_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["split", "auto"])
 def test_state_that_a_script_saves_by_accelerate_is_refused_as_safetensors_and_written_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan: str

@@ -56,6 +56,7 @@ def notes() -> str:
     return "\n".join(wanshim.report(strict=False).row(FEATURE).notes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [pytest.param("cpu:0", marks=pytest.mark.slow), HOST])
 def test_side_models_that_do_not_fit_beside_the_weights_leave_while_loading(
     files: wan_checkpoint.CheckpointFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
@@ -83,6 +84,7 @@ def test_side_models_that_do_not_fit_beside_the_weights_leave_while_loading(
         train(module, tmp_path / "trained")
 
 
+@pytest.mark.slow
 def test_side_models_that_do_not_fit_beside_the_step_leave_before_it(
     files: wan_checkpoint.CheckpointFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from wanshim.adapters.diffsynth.splitting import pipelined_loop as training_loop
 from wanshim.core.model_split import split_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stages", "accumulation"), [(2, 4), (3, 3)])
 def test_pipelined_training_writes_the_files_and_logs_of_unsplit_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stages: int, accumulation: int
@@ -34,6 +35,7 @@ def test_pipelined_training_writes_the_files_and_logs_of_unsplit_training(
     assert len(hooks) == len(module.pipe.dit.blocks) + 1 + stages  # the split's own alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("accumulation", "variables", "reason"),
     [

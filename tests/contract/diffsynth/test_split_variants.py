@@ -83,6 +83,7 @@ def lora_file(name: str, stages: int) -> bytes:
     return save(trained)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize(
     "name", [n if n == "vace" else pytest.param(n, marks=pytest.mark.slow) for n in variants.MAKERS]
@@ -112,6 +113,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize("name", variants.MAKERS)
 def test_variant_of_full_width_finds_every_tensor_on_its_device(name: str) -> None:

@@ -18,10 +18,12 @@ from wanshim.core.decoding.operators.strict_checks import Sizes, sizes_of
 from wanshim.errors import ModelInvalid
 
 
+@pytest.mark.slow
 def test_decode_shared_by_two_ranks_equals_diffsynth() -> None:
     check_shared(SUBJECT, BOTH, start=Fork)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_decode_of_the_qwen_image_vae_shared_by_ranks_equals_diffsynth(size: int) -> None:
     check_shared(SUBJECT, qwen_image_cases(SUBJECT.verb), size, start=Fork)
@@ -35,6 +37,7 @@ def test_decode_after_deactivate_is_the_original() -> None:
     check_removed(SUBJECT, start=Fork)
 
 
+@pytest.mark.slow
 def test_handle_on_the_qwen_image_vae_decodes_the_same_and_is_removed_without_trace() -> None:
     for frames in {case.frames for case in qwen_image_cases(SUBJECT.verb)}:
         check_handle(SUBJECT, QWEN_IMAGE, torch.randn(2, 16, frames, 5, 7).bfloat16())

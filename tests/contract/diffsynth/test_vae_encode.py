@@ -24,10 +24,12 @@ from wanshim.errors import ModelInvalid
 SUBJECT = Subject(feature="diffsynth.vae_encode", target="diffsynth.models.wan_video_vae:WanVideoVAE.encode")
 
 
+@pytest.mark.slow
 def test_encode_shared_by_two_ranks_equals_diffsynth() -> None:
     check_shared(SUBJECT, BOTH, start=Fork)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_encode_of_the_qwen_image_vae_shared_by_ranks_equals_diffsynth(size: int) -> None:
     check_shared(SUBJECT, qwen_image_cases(SUBJECT.verb), size, start=Fork)

@@ -67,6 +67,7 @@ def test_two_processes_stream_with_the_gradients_and_file_of_plain_ddp(tmp_path:
     assert said[0]["plain"]["seen"] != said[1]["plain"]["seen"]
 
 
+@pytest.mark.slow
 def test_checkpoint_that_a_script_saves_by_accelerate_has_every_weight(tmp_path: Path, streaming: None) -> None:
     class Saving(Logger):
         def on_step_end(self, accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> None:
@@ -82,6 +83,7 @@ def test_checkpoint_that_a_script_saves_by_accelerate_has_every_weight(tmp_path:
     assert all(torch.equal(saved[name], tensor) for name, tensor in module.state_dict().items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("accumulation", "offload"), [(1, "off"), (2, "on")])
 def test_streamed_training_writes_the_files_of_resident_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulation: int, offload: str
@@ -102,6 +104,7 @@ def test_streamed_training_writes_the_files_of_resident_training(
     assert ("28 checkpoint inputs" in "\n".join(offloaded)) is (offload == "on")
 
 
+@pytest.mark.slow
 def test_model_of_two_blocks_is_streamed_and_one_of_fewer_is_one_clear_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,6 +119,7 @@ def test_model_of_two_blocks_is_streamed_and_one_of_fewer_is_one_clear_error(
         train(tmp_path / "one", blocks=1)
 
 
+@pytest.mark.slow
 def test_pipeline_loaded_by_diffsynth_waits_on_the_host_and_streams_when_it_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,6 +121,7 @@ def chosen(found: dict[Case, Result], mode: str, strict: bool) -> dict[Case, Res
     return {case: result for case, result in found.items() if case.mode == mode and case.strict == strict}
 
 
+@pytest.mark.slow
 def test_temporal_strict_equals_diffusers_bit_for_bit(results: dict[Case, Result]) -> None:
     for case, result in chosen(results, "temporal", True).items():
         assert result.equal, f"{case}: differs by {result.difference}"

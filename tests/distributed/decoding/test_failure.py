@@ -38,6 +38,7 @@ def out_of_memory_on_one_rank(rank: int, size: int, mode: str, when: str) -> tup
     return failed, torch.allclose(again, reference, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["first", "later"])
 @pytest.mark.parametrize("mode", ["temporal", "spatial"])
 def test_decode_out_of_memory_on_one_rank_fails_on_all_and_a_retry_works(mode: str, when: str) -> None:
@@ -73,6 +74,7 @@ def killed_in_the_middle(rank: int, size: int, mode: str) -> tuple[str, str, flo
     return decode_and_time(vae, latent)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["temporal", pytest.param("spatial", marks=pytest.mark.slow)])
 def test_decode_rank_killed_in_the_middle_fails_on_the_others_in_time(mode: str) -> None:
     outcomes = run_ranks(killed_in_the_middle, 3, mode)
@@ -215,6 +217,7 @@ def copied_vae(rank: int, size: int) -> tuple[bool, bool, list[str]]:
     return alone, shared, [name for name in vars(vae) if name.startswith(("__", "_wanshim")) or name == "decode"]
 
 
+@pytest.mark.slow
 def test_copies_of_a_shared_vae_are_plain() -> None:
     assert values(run_ranks(copied_vae, 2)) == [(True, True, [])] * 2
 

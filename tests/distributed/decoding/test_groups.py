@@ -194,6 +194,7 @@ def ends_of(played: Any, cases: list[Case]) -> dict[Case, dict[int, str]]:
     return {case: {rank: played[rank][0][case] for rank in case.ranks} for case in cases}
 
 
+@pytest.mark.slow
 def test_subgroup_that_does_not_begin_at_rank_0_decodes_as_one_device(played: Any) -> None:
     for case, ends in ends_of(played, SUBGROUPS).items():
         assert set(ends.values()) == {f"{case.mode} right"}, f"{case}: {ends}"

@@ -18,6 +18,7 @@ def told() -> list[Told]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_rank_has_the_framework_s_result_and_the_same_sentence(fault: str, told: list[Told]) -> None:
     for rank in told:

@@ -146,6 +146,7 @@ def played() -> list[dict[str, tuple[End | None, list[End]]]]:
     return values(run_ranks(play, SIZE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_joint_decodes_after_ranks_were_out_of_step_are_right(name: str, played: Any) -> None:
     for rank, scenarios in enumerate(played):

@@ -45,6 +45,7 @@ def _decode(vae: Any, latent: torch.Tensor, exact: torch.Tensor, mode: str, prod
     return apart, any(run for key, run in engines._runs.items() if key[0] == "winograd")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "mode"),
     [

@@ -113,6 +113,7 @@ def held_interpreter(rank: int, size: int) -> float:
     return distance
 
 
+@pytest.mark.slow
 def test_rank_whose_interpreter_is_held_is_not_gone() -> None:
     assert max(values(run_ranks(held_interpreter, 2))) <= 1e-5
 
@@ -128,6 +129,7 @@ def late_rank(rank: int, size: int) -> tuple[str, str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_rank_that_stays_away_is_named_within_the_deadline() -> None:
     (_, waiting, _), late = values(run_ranks(late_rank, 2))
     for message in (waiting, late[1]):

@@ -121,6 +121,7 @@ def come_or_leave(rank: int, size: int) -> tuple[str, str, float]:
     return outcome_of(lambda: leader.meet(1.5))
 
 
+@pytest.mark.slow
 def test_meeting_ends_for_all_who_came_and_within_its_time_for_one_who_did_not() -> None:
     *came, left = values(run_ranks(come_or_leave, 3))
     assert left[0] == "left"

@@ -52,6 +52,7 @@ def validated_by_one(rank: int, size: int) -> tuple[bool, set[int], float]:
     return equal, heads, distance
 
 
+@pytest.mark.slow
 def test_validation_on_one_rank_computes_what_the_whole_model_does_and_training_goes_on() -> None:
     results = values(run_ranks(validated_by_one, 2))
     assert results[0][:2] == (True, {CASE.heads})
@@ -125,6 +126,7 @@ def met_by_one(rank: int, size: int) -> tuple[float, float]:
     return alone, waited
 
 
+@pytest.mark.slow
 def test_meeting_waits_for_who_will_come_and_for_nobody_else() -> None:
     for alone, waited in values(run_ranks(met_by_one, 2)):
         assert alone < SOON

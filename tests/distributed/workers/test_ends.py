@@ -55,6 +55,7 @@ def wait_until_gone(pids: list[int]) -> list[int]:
     return [pid for pid in pids if runs(pid)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "name"), MOMENTS)
 def test_a_signal_to_the_program_ends_its_workers(how: str, name: str) -> None:
     program, pids = start(how)
@@ -72,6 +73,7 @@ def test_a_signal_to_the_program_ends_its_workers(how: str, name: str) -> None:
     assert left_by([program.pid, *pids]) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "status"),
     [

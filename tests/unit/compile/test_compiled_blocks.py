@@ -125,6 +125,7 @@ class Around(nn.Module):
         return y.cos()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["first", "before", "directly behind", "behind", "in a loop"])
 def test_graph_break_beside_the_submodule_outside_raises(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Around, "where", where)

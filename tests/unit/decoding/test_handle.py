@@ -45,6 +45,7 @@ def agreed(parallel: ParallelVae, given: torch.Tensor, *others: CallFacts) -> Va
     return parallel._agree(ALONE, given, parallel._state(given), every, None, lean=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strict_decode_in_one_process_is_bit_identical(layout: str) -> None:
     vae, latent = make_vae(layout), make_latent(3, batch=2)

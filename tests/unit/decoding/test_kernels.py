@@ -94,6 +94,7 @@ print(json.dumps(worst))
 SMALL, LARGE = (2, 12, 5), (1, 96, 37)  # batch, channels, width; a program has at most 32 positions of 96 channels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "frames"),
     [((SMALL,), (5,)), pytest.param((SMALL, LARGE), (4, 5, 6, 7), marks=[pytest.mark.slow, pytest.mark.sweep])],
@@ -118,6 +119,7 @@ def test_kernels_interpreted_equal_the_torch_glue(sizes: tuple[Any, ...], frames
     assert all(difference < 5e-6 for difference in worst.values()), worst
 
 
+@pytest.mark.slow
 def test_kernel_that_sums_products_compiles_for_a_gpu_and_moves_eight_values_at_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: object
 ) -> None:

@@ -45,6 +45,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return frames
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("output", ["whole", "uint8", "in chunks"])
 def test_fault_in_an_operator_gives_the_user_the_framework_s_frames_and_one_sentence(
@@ -111,6 +112,7 @@ def test_plan_says_what_was_compared_and_never_more(asked: list[int]) -> None:
     assert len(asked) >= 2
 
 
+@pytest.mark.slow
 def test_first_call_of_a_size_is_compared_and_later_ones_are_at_intervals(asked: list[int]) -> None:
     vae = make_vae("2.1")
     handle = parallelize_decode(vae)
@@ -127,6 +129,7 @@ def test_first_call_of_a_size_is_compared_and_later_ones_are_at_intervals(asked:
     handle.remove()
 
 
+@pytest.mark.slow
 def test_fault_that_comes_later_is_seen_at_the_next_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     vae, latent = make_vae("2.1"), make_latent(3)
     expected = vae.decode(latent).sample

@@ -204,6 +204,7 @@ def test_strict_decode_is_bit_identical_whatever_the_checks_say(broken: str) -> 
         assert all(biased)
 
 
+@pytest.mark.slow
 def test_strict_kernels_compile_for_a_gpu_and_move_eight_values_at_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -194,6 +194,7 @@ def test_piece_is_a_part_of_the_video_and_fits_its_buffers(
         assert room.element_size() == 2
 
 
+@pytest.mark.slow
 def test_kernel_interpreted_equals_torch() -> None:
     pytest.importorskip("triton", reason="this torch comes without Triton; torch then computes")
     done = subprocess.run(

@@ -67,6 +67,7 @@ def missing(folder: Path, matrix: Matrix, *packages: str) -> Any:
     return CliRunner().invoke(app, ["missing", "--table", str(folder / "m.yaml"), *packages])
 
 
+@pytest.mark.slow
 def test_releases_without_a_row_are_listed_from_the_first_row_on(index: Path) -> None:
     done = missing(index, a_table("1.0", "1.2"), "toy_video")
     assert done.output.splitlines()[0] == "toy-video: 1.1, 1.4, 1.10rc1"

@@ -125,6 +125,7 @@ def test_base_stored_in_the_format_is_multiplied_as_it_is(
     assert smallest_cosine(step(blocks), expected) > 0.999
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", [None, "int8"])
 def test_changed_blocks_compile_as_one_graph(
     stored: str | None, blocks: nn.ModuleList, undo: Undo, monkeypatch: pytest.MonkeyPatch
@@ -140,6 +141,7 @@ def test_changed_blocks_compile_as_one_graph(
     assert compiled.count.graphs == 1
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_compiled_linear_passes_the_gradient_on(name: str, dtype: torch.dtype, undo: Undo) -> None:

@@ -286,6 +286,7 @@ def test_identity_of_a_builtin_is_refused() -> None:
         code_identity(len)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_identity_is_the_same_in_every_process(capfd: pytest.CaptureFixture[str]) -> None:
     """Sets have another order in a process of another hash seed."""
     script = (

@@ -101,6 +101,7 @@ def test_note_that_replaces_another_is_the_last(make: MakeTurns) -> None:
     assert note.state == "failed"
 
 
+@pytest.mark.slow
 def test_store_turn_of_a_process_that_lives_is_kept_though_it_stands_still(claims: Claims) -> None:
     other, store = claims()
     other.send_signal(signal.SIGSTOP)
@@ -217,6 +218,7 @@ def test_store_turn_given_back_without_an_end_says_who_left(note: Note | None, r
     assert (left.state, left.rank, left.job) == ("left", rank, job)
 
 
+@pytest.mark.slow
 def test_store_turn_of_a_process_that_was_killed_is_taken_over(claims: Claims) -> None:
     other, store = claims()
     second = StoreLock(store, "prompt")

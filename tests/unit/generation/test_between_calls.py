@@ -49,6 +49,7 @@ def wait_for_end(pid: int, seconds: float = 30.0) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [(1, 3), (2, 2)])
 def test_worker_that_was_killed_between_two_calls_is_an_error_and_the_same_processes_work_again(
     way: tuple[int, int],
@@ -99,6 +100,7 @@ def test_estimate_of_what_a_worker_holds_has_the_vae(monkeypatch: pytest.MonkeyP
     assert [job.weights for job in jobs] == [num_bytes(model), num_bytes(model) + num_bytes(vae)]
 
 
+@pytest.mark.slow
 def test_vae_whose_data_changes_between_two_calls_is_decoded_by_all_processes_as_it_is_now() -> None:
     """An assignment to `.data` changes neither address nor version of the weight."""
     diffusers = pytest.importorskip("diffusers")

@@ -86,6 +86,7 @@ def until_it_ends(shared: SharedPipeline, model: toy.Model, way: tuple[int, int]
         call(shared, model, way)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "moments"),
     [

@@ -124,6 +124,7 @@ def test_copied_parameter_stays_one_on_another_device() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_file_of_a_split_model_loads_where_there_is_no_wanshim(tmp_path: Path) -> None:
     model = nn.Sequential(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]))
     split_model(model, ["cpu", "cpu"])

@@ -43,6 +43,7 @@ def _train(said: Connection, start_method: str) -> None:
     del batches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start_method", ["fork", "forkserver"])
 def test_workers_end_with_a_training_that_is_killed(start_method: str) -> None:
     said, theirs = forking().Pipe(duplex=False)

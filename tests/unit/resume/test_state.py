@@ -117,6 +117,7 @@ def test_place_that_no_state_can_be_written_to_is_refused_by_name(
         check_writable(tmp_path / "run-1")
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_leaves_whole_states_only(tmp_path: Path) -> None:
     """SIGKILL of a real writer, in the write, the flush and the rename; the next attempt goes on from what is there."""
     moments, before = random.Random(0), 0

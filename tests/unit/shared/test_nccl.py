@@ -159,6 +159,7 @@ atexit.register(lambda: kept.append(nccl.abort(Group("registered"))))
 """
 
 
+@pytest.mark.slow
 def test_groups_are_aborted_while_the_interpreter_ends() -> None:
     ended = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=60, check=True)
     assert (ended.stdout.split(), ended.stderr) == (["registered", "deleted"], "")
@@ -182,6 +183,7 @@ print("left", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_interpreter_waits_for_an_abort_that_takes_longer_than_its_caller() -> None:
     """A double: it takes NCCL, and a GPU that is shared, for the interpreter to end within an abort with SIGABRT."""
     ended = subprocess.run([sys.executable, "-c", SLOW], capture_output=True, text=True, timeout=60, check=True)

@@ -129,6 +129,7 @@ def test_each_recipe_is_within_a_page() -> None:
         assert len(recipe.splitlines()) <= 80, recipe.split("\n")[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [

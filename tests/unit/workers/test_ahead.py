@@ -43,6 +43,7 @@ def results(workers: Workers, function, *args):
     return [workers.call(place, function, *args).result() for place in range(len(workers.devices))]
 
 
+@pytest.mark.slow
 def test_the_first_workers_take_them_and_what_is_over_ends() -> None:
     waiting = pids(start(3))
     first, second = Workers(CPU, [CPU, CPU], deadline=60), Workers(CPU, [CPU], deadline=60)

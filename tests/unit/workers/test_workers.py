@@ -52,11 +52,13 @@ def equal(pool: Workers, model: functions.Scale) -> bool:
     return all(torch.equal(a, b) for a, b in zip(here, there, strict=True))
 
 
+@pytest.mark.slow
 def test_a_copy_computes_the_same_bits(pool, model):
     assert pool.hold(model) > 0
     assert equal(pool, model)
 
 
+@pytest.mark.slow
 def test_workers_that_begin_ahead_import_meanwhile_and_are_those_that_hold(model):
     workers = Workers(CPU, [CPU, CPU], deadline=120)
     workers.begin(("colorsys", "there.is.no.such.module"))
@@ -152,6 +154,7 @@ def test_copies_of_modules_that_are_freed_in_an_exchange_go_behind_it(pool, mode
     assert equal(pool, model)
 
 
+@pytest.mark.slow
 def test_first_workers_alone_hold_what_the_others_need_not(model):
     workers = Workers(CPU, [CPU, CPU], deadline=120)
     workers.hold(model, count=1)
@@ -273,6 +276,7 @@ def test_a_worker_that_a_signal_ends_is_named(pool, model, number):
     assert pool.pids == ()
 
 
+@pytest.mark.slow
 def test_a_worker_that_died_between_calls_is_named_at_the_next(pool, model):
     pool.hold(model)
     os.kill(pool.pids[0], signal.SIGKILL)
@@ -280,6 +284,7 @@ def test_a_worker_that_died_between_calls_is_named_at_the_next(pool, model):
         result(pool, functions.sleep, 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_a_stopped_worker_counts_as_hung_and_is_ended(monkeypatch, model):
     monkeypatch.setattr(pool_module, "_SILENCE_SECONDS", 5.0)
@@ -316,6 +321,7 @@ class OfTheProgram(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_a_quantized_weight_is_copied_as_it_is_stored(pool, model):
     codes = torch.randint(-9, 9, (7, 5), dtype=torch.int8)
     model.linear.weight = nn.Parameter(functions.Coded(codes, torch.rand(7, 1)), requires_grad=False)
