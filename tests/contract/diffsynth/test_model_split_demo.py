@@ -23,6 +23,7 @@ def demo(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_losses_and_lora_of_the_split_are_those_of_one_process(tmp_path: Path) -> None:
     done = demo(tmp_path, *SHORT)
@@ -41,6 +42,7 @@ def test_losses_of_both_agree_and_the_lora_is_written_once(tmp_path: Path) -> No
     assert "one process and sequence agree" in done.stdout
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # two trainings, one of them twice, each in a new interpreter
 def test_killed_training_goes_on_and_agrees_with_the_undisturbed_one(tmp_path: Path) -> None:

@@ -88,6 +88,7 @@ def test_per_token_modulation_and_a_reference_latent_on_three_ranks_take_the_uns
     check(("ti2v-5b", "fun-control"), (3,))
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_every_covered_variant_on_three_and_four_ranks_takes_the_unsharded_step() -> None:
     check(COVERED, (3, 4), 280)

@@ -123,7 +123,7 @@ def test_streamed_weights_and_offloaded_checkpoints_leave_the_gradients_alone(tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compute", [None, "int8"])
+@pytest.mark.parametrize("compute", [None, pytest.param("int8", marks=pytest.mark.sweep)])
 def test_compiled_blocks_exchange_their_tokens_between_graphs(tmp_path: Path, compute: str | None) -> None:
     """The gradients of one process that compiles whole blocks, in fp32. In eight bits, a number halfway between two may
     fall to either side."""
@@ -160,6 +160,7 @@ def test_two_machines_of_two_processes_have_a_group_each(tmp_path: Path) -> None
     check_gradients(ACCUMULATED, machines, pairs, 4)
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "cause"),

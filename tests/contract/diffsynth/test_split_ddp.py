@@ -36,6 +36,7 @@ def test_ddp_over_splits_gives_the_gradients_of_one_process_with_the_same_global
         check_same_step(job, alone, tmp_path / "ranks", exact=job is not PIPELINED)
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_ddp_over_splits_writes_the_file_of_plain_ddp(tmp_path: Path, accumulation: int) -> None:

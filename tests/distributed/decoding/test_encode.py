@@ -105,7 +105,11 @@ def run_cases(rank: int, size: int, todo: list[Case]) -> dict[Case, tuple[bool, 
     return done
 
 
-@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "every"])
+@pytest.fixture(
+    scope="module",
+    params=[False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.sweep])],
+    ids=["some", "every"],
+)
 def results(request: pytest.FixtureRequest) -> dict[Case, Result]:
     todo = cases(every=request.param)
     ranks = values(run_ranks(run_cases, max(SIZES), todo, seconds=240))
