@@ -17,8 +17,8 @@ RUN_PREFIX = "WANSHIM_RUN_PREFIX"  # set by `wanshim run`: whose Python it belon
 # Set by `wanshim run`: the file in which a rank says what ended it; with `--gpus`, the number of the rank and of all
 # ranks, as in 0/2.
 RUN_FAILURE, RUN_RANK = "WANSHIM_RUN_FAILURE", "WANSHIM_RUN_RANK"
-# Set by `wanshim run` and `wanshim generate`: a line for each variable that they have
-# set: the option that it stands for, a tab and the assignment.
+# Set by `wanshim run` and `wanshim generate`: a line for each variable that they have set: the option that it stands
+# for, a tab and the assignment.
 RUN_OPTIONS = "WANSHIM_RUN_OPTIONS"
 INHERITED = "WANSHIM_INHERITED"  # set by activate() for the processes that this one starts, removed by deactivate()
 EXPANDABLE = "expandable_segments:True"

@@ -202,14 +202,14 @@ class ProcessReport:
         has done, declined or left to the framework with a reason, here or in a process that it has started."""
         done = {row.feature.partition(".")[2] for row in selected if row.state in DONE or row.fallbacks}
         tried = {row.feature.partition(".")[2] for row in selected if row.failed_calls}
-        for ability in done:
-            hand_over.mark_done(ability)
         wanted = self.process.settings.generate is not None and (self._is_program or "torch" in sys.modules)
         asked = {"model_split": hand_over.is_rank(), "generate": wanted}
         sentences = {
             "model_split": TRAINED_NOTHING,
             "generate": GENERATED_NOTHING.format(hand_over.as_written("WANSHIM_GENERATE")),
         }
+        for ability in done & sentences.keys():
+            hand_over.mark_done(ability)
         missing = (one for one in sentences if asked[one] and one not in done | tried and not hand_over.is_done(one))
         return [sentences[ability] for ability in missing]
 

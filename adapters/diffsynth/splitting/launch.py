@@ -304,8 +304,7 @@ def _refusal(call: TrainingCall, read: Settings) -> str | None:
     else:
         steps = (step for step in STEPS if step.feature == MODEL_SPLIT and step.required and step.asked(read))
         reasons = (step.refusal(call, read) for step in steps)
-        own = refusals.conflict(call, read) or refusals.refusal(call.pipe)
-        reason = own or next(filter(None, reasons), None)
+        reason = refusals.conflict(call, read) or next(filter(None, reasons), None)
     if reason is None and handle is None and not trains_on_one_device(read):
         reason = too_few_devices(read)
     if reason is not None and handle is not None:

@@ -98,7 +98,7 @@ def heads_refusal(heads: int, read: Settings) -> str | None:
 
 
 def conflict(call: TrainingCall, read: Settings) -> str | None:
-    """The reason for which this training job does not go with a split."""
+    """The reason for which this training job, or its pipeline, goes with no plan, or None."""
     accelerator, pipe = call.accelerator, call.pipe
     if call.option("enable_model_cpu_offload", False):
         return "--enable_model_cpu_offload streams the whole model through one GPU"
@@ -117,13 +117,13 @@ def conflict(call: TrainingCall, read: Settings) -> str | None:
         return (
             "the text encoder is kept on the CPU, and DDP takes a model on devices of one kind: cache the prompts first"
         )
-    return None
+    return refusal(pipe)
 
 
 def stream_refusal(call: TrainingCall, read: Settings) -> str | None:
     """The name of what cannot be streamed in this training job, or None."""
     pipe, family = call.pipe, family_of(call.dit)
-    reason = conflict(call, read) or refusal(pipe)
+    reason = conflict(call, read)
     if reason is not None or family is None:
         return reason
     if len(family.blocks) > 1:
@@ -144,7 +144,7 @@ def stream_refusal(call: TrainingCall, read: Settings) -> str | None:
 def sequence_refusal(call: TrainingCall, read: Settings) -> str | None:
     """Why the tokens of a sample cannot be sharded in this training job, by name, or None."""
     pipe, family = call.pipe, family_of(call.dit)
-    reason = conflict(call, read) or refusal(pipe)
+    reason = conflict(call, read)
     if reason is not None or family is None:
         return reason
     return (

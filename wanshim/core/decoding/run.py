@@ -54,7 +54,7 @@ _NAMES = {"oom": "out of memory", "error": "failed", "stopped": "failed", "peer"
 
 
 class VaeOperators:
-    """What computes one VAE in this process: engines, kernels and weights, and what was compared for them.
+    """The means to compute one VAE in this process: engines, kernels and weights, and what was compared for them.
 
     Args:
         strict, engines: see `VaeOptions`.

@@ -95,7 +95,7 @@ class Group:
             raise self.without_store(error) from error
 
     def gather(self, topic: str, mine: Any, seconds: float, call: str) -> list[Any]:
-        """What each rank brings to `topic`, in rank order: see `meet`. A rank alone waits for nobody."""
+        """The values that the ranks bring to `topic`, in rank order: see `meet`. A rank alone waits for nobody."""
         return [mine] if self.size == 1 else self.meet(topic, mine, seconds, call).replies
 
     def without_store(self, error: Exception) -> RanksFailed:

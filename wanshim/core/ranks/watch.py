@@ -1,4 +1,4 @@
-"""What each rank of a group reports about itself while exchanges run, and how a failure reaches all of them.
+"""The reports of each rank of a group about itself while exchanges run, and the way of a failure to all of them.
 
 Each rank keeps one status in the store of torch.distributed: a beat, the inputs of its last calls, its step, its
 failure. A thread on each rank publishes its own status and reads the others' at intervals, on a connection of its own,
@@ -44,7 +44,7 @@ Status = dict[str, Any]
 
 
 class Stops(ABC):
-    """What stopped a group, on each of its ranks."""
+    """The causes that stopped a group, on each of its ranks."""
 
     failed = False
     held_at = 0.0  # when another rank was last known to compute alone, by this process's monotonic clock
@@ -140,7 +140,7 @@ class Watch(Stops):
 
     @property
     def step(self) -> str:
-        """What this rank is at, for messages; published with the next beat."""
+        """The step of this rank, for messages; it is published with the next beat."""
         return str(self._mine["step"])
 
     def at(self, step: str) -> None:

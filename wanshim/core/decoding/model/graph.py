@@ -166,7 +166,7 @@ class Coder:
 
     @property
     def samplers(self) -> list[Any]:
-        """What halves or doubles the picture."""
+        """The modules that halve or double the picture."""
         raise NotImplementedError
 
     @property
