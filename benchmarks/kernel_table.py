@@ -53,7 +53,7 @@ from wanshim.core.decoding.operators import (
 from wanshim.core.decoding.operators.base import FastOperators, Operators
 from wanshim.core.decoding.operators.convolution import Convolution
 from wanshim.core.decoding.operators.kernel_compiler import ACTIVATIONS, TABLE, UNALIGNED, kernel_set
-from wanshim.core.decoding.operators.optional_triton import triton
+from wanshim.core.shared.optional_triton import triton
 from wanshim.core.decoding.operators.strict_checks import Checks, Sizes
 from wanshim.core.decoding.operators.strict_convolutions import FRAMEWORK, Way
 from wanshim.core.decoding.operators.strict_cuda import StrictCudaOperators

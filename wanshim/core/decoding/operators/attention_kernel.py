@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from .optional_triton import tl, triton
+from wanshim.core.shared.optional_triton import tl, triton
 
 _CHANNELS = (256, 128)
 _QUERIES, _KEYS, _STAGES, _WARPS = 128, 32, 2, 8  # the fastest of seven combinations on an H200

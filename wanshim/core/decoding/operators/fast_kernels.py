@@ -14,7 +14,7 @@ import torch
 from wanshim.core.decoding.model.graph import Duplicate, Norm
 
 from .layout import used_strides
-from .optional_triton import tl, triton
+from wanshim.core.shared.optional_triton import tl, triton
 from .winograd import UNIT, Products
 
 _TILE = 4096  # elements per program: enough bytes in flight to approach the memory's bandwidth

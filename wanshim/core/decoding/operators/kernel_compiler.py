@@ -29,7 +29,7 @@ import torch
 
 from wanshim.core.decoding.model.encoder_graph import EncoderGraph, Graph
 
-from .optional_triton import triton
+from wanshim.core.shared.optional_triton import triton
 
 logger = logging.getLogger("wanshim.decoding")
 

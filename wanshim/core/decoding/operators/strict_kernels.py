@@ -18,7 +18,7 @@ import torch
 from wanshim.core.decoding.model.graph import Duplicate
 
 from .layout import dense, used_strides
-from .optional_triton import libdevice, tl, triton
+from wanshim.core.shared.optional_triton import libdevice, tl, triton
 
 _SIDE = 64  # of a square
 _EXACT = {"num_warps": 4, "enable_fp_fusion": False, "SIDE": _SIDE}

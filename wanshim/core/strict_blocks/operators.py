@@ -1,0 +1,231 @@
+"""The steps of a transformer's block, each by one kernel where that has the framework's bits, else by its own steps.
+
+A kernel proves itself on the data at hand: the call whose number, among those of one size, is a power of two computes
+both ways and returns the framework's result. A kernel that fails or gives another bit is not used for that size again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from wanshim.core.shared.fallback import cause_of
+from wanshim.core.shared.recent import Recent
+
+from . import kernels
+
+T = TypeVar("T")
+Result = Callable[[], torch.Tensor]
+
+
+@dataclass(slots=True)
+class _Kernel:
+    """One kernel for one size. Args: calls: how many there were; rejected: it is not used again."""
+
+    calls: int = 0
+    rejected: bool = False
+
+
+class StrictOperators:
+    """The steps of one framework's blocks.
+
+    Args:
+        on_rejection: called with a sentence for each kernel and size that is not used again.
+    """
+
+    def __init__(self, on_rejection: Callable[[str], None]) -> None:
+        self._on_rejection = on_rejection
+        self._known: Recent[tuple[Any, ...], _Kernel] = Recent()
+
+    def serve(self, x: torch.Tensor) -> bool:
+        """Whether kernels may compute what follows from `x`: a plain tensor on a GPU, no gradient, autocast or mode."""
+        return (
+            type(x) is torch.Tensor
+            and kernels.available(x)
+            and not torch.is_grad_enabled()
+            and not torch.is_autocast_enabled(x.device.type)
+            and not is_in_torch_dispatch_mode()
+        )
+
+    def normalized(self, x: torch.Tensor, norm: nn.LayerNorm, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        """norm(x) * (1 + scale) + shift, computed in fp32 and rounded once.
+
+        Args:
+            x: (batch, tokens, channels).
+            norm: of the channels, without weights.
+            scale: fp32, (batch or 1, tokens or 1, channels), as `shift`.
+        """
+
+        def steps() -> torch.Tensor:
+            return (norm(x.float()) * (1 + scale) + shift).type_as(x)
+
+        if not (_is_plain(norm) and norm.weight is None):
+            return steps()
+        return self._either(
+            "norm with modulation",
+            lambda: kernels.normalized(x, norm.eps, scale, shift, affine=False),
+            steps,
+            x, scale, shift, norm.eps,
+        )  # fmt: skip
+
+    def affine(self, x: torch.Tensor, norm: nn.LayerNorm) -> torch.Tensor:
+        """norm(x), computed in fp32 and rounded once. Args: x: (batch, tokens, channels)."""
+
+        def steps() -> torch.Tensor:
+            return norm(x.float()).type_as(x)
+
+        if not _is_plain(norm) or norm.weight is None or norm.bias is None:
+            return steps()
+        weight, bias = norm.weight.view(1, 1, -1), norm.bias.view(1, 1, -1)
+        return self._either(
+            "norm with weights",
+            lambda: kernels.normalized(x, norm.eps, weight, bias, affine=True),
+            steps,
+            x, weight, bias, norm.eps,
+        )  # fmt: skip
+
+    def gated(self, x: torch.Tensor, gate: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+        """x + gate * update: in fp32 and rounded once if the gate is fp32, else rounded twice to the one dtype.
+
+        Args:
+            x: (batch, tokens, channels), as `update`.
+            gate: (batch or 1, tokens or 1, channels).
+        """
+        wide = gate.dtype == torch.float32
+
+        def steps() -> torch.Tensor:
+            return (x.float() + update.float() * gate).type_as(x) if wide else x + gate * update
+
+        if not _alike(x, update) or not (wide or gate.dtype == x.dtype):
+            return steps()
+        return self._either(
+            "gate with residual", lambda: kernels.gated(x, gate, update, wide=wide), steps, x, gate, update
+        )
+
+    def modulated(self, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        """x * (1 + scale) + shift, each step rounded to the one dtype. Args: as of `normalized`."""
+        return self._either(
+            "modulation",
+            lambda: kernels.modulated(x, scale, shift),
+            lambda: x * (1 + scale) + shift,
+            x, scale, shift,
+        )  # fmt: skip
+
+    def rotated(
+        self, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, head: int, steps: Result
+    ) -> torch.Tensor:
+        """The rotary embedding of `x`.
+
+        Args:
+            x: (batch, tokens, heads * head).
+            cosine: for each token `head` values in fp32 or fp64, of which those of even places count.
+            sine: likewise, of odd places.
+            head: channels of a head.
+            steps: the framework's own computation, whose result may have any shape.
+        """
+        return self._either(
+            "rotary embedding", lambda: kernels.rotated(x, cosine, sine, head), steps, x, cosine, sine, head
+        )
+
+    def rms(self, x: torch.Tensor, weight: torch.Tensor, eps: float, steps: Result) -> torch.Tensor:
+        """x / sqrt(mean(x * x) + eps) in fp32, rounded to the dtype of `x`, then * weight.
+
+        Args:
+            x: (batch, tokens, channels).
+            weight: (channels,), of the dtype of `x`.
+            steps: the framework's own computation.
+        """
+
+        def kernel() -> torch.Tensor:
+            factor = torch.rsqrt(kernels.squared(x).mean(dim=-1, keepdim=True) + eps)
+            return kernels.scaled(x, factor, weight)
+
+        return self._either("RMS norm", kernel, steps, x, weight, eps)
+
+    def whole(self, block: nn.Module, ours: Callable[[], T], theirs: Callable[[], T], *like: Any) -> T:
+        """A block's result, a tensor or several, its first of a size compared with the framework's own.
+
+        What was hooked on its parts runs once a call, so a block with hooks is not compared: its steps are.
+
+        Args:
+            like: tensors and values by which sizes differ.
+        """
+        key = ("block", type(block), *map(_of, like))
+        if key not in self._known and _has_hooks(block):
+            return ours()
+        return self._either("block", ours, theirs, *like, of=type(block), again=False)
+
+    def _either(
+        self,
+        name: str,
+        kernel: Callable[[], T],
+        steps: Callable[[], T],
+        *like: Any,
+        of: type | None = None,
+        again: bool = True,
+    ) -> T:
+        key = (name, of, *map(_of, like))
+        if key not in self._known:
+            self._known[key] = _Kernel()
+        known = self._known[key]
+        if known.rejected:
+            return steps()
+        known.calls += 1
+        on_device = _on_device_of(like[0])
+        if known.calls > 1 and (not again or known.calls & (known.calls - 1)):
+            with on_device:
+                return kernel()
+        expected = steps()
+        if like[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            known.calls -= 1  # a graph cannot wait for a comparison
+            return expected
+        try:
+            with on_device:
+                found = kernel()
+            reason = "" if _same(found, expected) else "other bits than the framework's own steps"
+        except Exception as error:
+            reason = cause_of(error)
+        if reason:
+            known.rejected = True
+            size = " x ".join(map(str, like[0].shape))
+            self._on_rejection(f"{name} of {size} {str(like[0].dtype).removeprefix('torch.')}: {reason}")
+        return expected
+
+
+def _of(value: Any) -> Any:
+    """What tells the kernels of a value from those of another."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    return value
+
+
+def _alike(x: torch.Tensor, other: torch.Tensor) -> bool:
+    return other.shape == x.shape and other.dtype == x.dtype and other.is_contiguous()
+
+
+def _same(found: Any, expected: Any) -> bool:
+    """Of tensors, whose shapes may differ, and of what holds some."""
+    pairs = zip(tree_leaves(found), tree_leaves(expected), strict=True)
+    return all(
+        a is b or (a.dtype == b.dtype and a.numel() == b.numel() and torch.equal(a.view(b.shape), b)) for a, b in pairs
+    )
+
+
+def _is_plain(norm: nn.Module) -> bool:
+    """Whether nothing but its class's forward runs where it is called."""
+    return not (norm._forward_hooks or norm._forward_pre_hooks or "forward" in vars(norm))
+
+
+def _has_hooks(block: nn.Module) -> bool:
+    return any(module._forward_hooks or module._forward_pre_hooks for module in block.modules())
+
+
+def _on_device_of(x: torch.Tensor) -> AbstractContextManager[Any]:
+    return torch.cuda.device_of(x) if x.is_cuda else nullcontext()
