@@ -53,12 +53,12 @@ from wanshim.core.decoding.operators import (
 from wanshim.core.decoding.operators.base import FastOperators, Operators
 from wanshim.core.decoding.operators.convolution import Convolution
 from wanshim.core.decoding.operators.kernel_compiler import ACTIVATIONS, TABLE, UNALIGNED, kernel_set
-from wanshim.core.shared.optional_triton import triton
 from wanshim.core.decoding.operators.strict_checks import Checks, Sizes
 from wanshim.core.decoding.operators.strict_convolutions import FRAMEWORK, Way
 from wanshim.core.decoding.operators.strict_cuda import StrictCudaOperators
 from wanshim.core.decoding.operators.weights import FastWeights
 from wanshim.core.decoding.operators.winograd import DeferredOutput
+from wanshim.core.shared.optional_triton import triton
 
 MODULES = (strict_kernels, fast_kernels, winograd, attention_kernel)
 SIZES = ((44, 80), (60, 104), (32, 52), (30, 52), (32, 54), (30, 54))  # of latents, one for each of `kernel_sets`

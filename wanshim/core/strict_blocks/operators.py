@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils._pytree import tree_leaves
 
 from wanshim.core.shared.fallback import cause_of
 from wanshim.core.shared.recent import Recent

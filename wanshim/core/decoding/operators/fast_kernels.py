@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from wanshim.core.decoding.model.graph import Duplicate, Norm
+from wanshim.core.shared.optional_triton import tl, triton
 
 from .layout import used_strides
-from wanshim.core.shared.optional_triton import tl, triton
 from .winograd import UNIT, Products
 
 _TILE = 4096  # elements per program: enough bytes in flight to approach the memory's bandwidth

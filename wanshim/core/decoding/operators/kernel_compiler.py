@@ -28,7 +28,6 @@ from typing import Any
 import torch
 
 from wanshim.core.decoding.model.encoder_graph import EncoderGraph, Graph
-
 from wanshim.core.shared.optional_triton import triton
 
 logger = logging.getLogger("wanshim.decoding")

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from wanshim.core.decoding.model.graph import Duplicate
+from wanshim.core.shared.optional_triton import libdevice, tl, triton
 
 from .layout import dense, used_strides
-from wanshim.core.shared.optional_triton import libdevice, tl, triton
 
 _SIDE = 64  # of a square
 _EXACT = {"num_warps": 4, "enable_fp_fusion": False, "SIDE": _SIDE}

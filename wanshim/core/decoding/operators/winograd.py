@@ -29,9 +29,9 @@ import torch
 import torch.nn.functional as F
 
 from wanshim.core.decoding.model.graph import Conv
+from wanshim.core.shared.optional_triton import tl, triton
 
 from .layout import used_strides, wide
-from wanshim.core.shared.optional_triton import tl, triton
 
 _CHANNELS = 96  # with fewer, parts and products take as long in memory as is saved
 _FRAMES = (
