@@ -92,6 +92,7 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
     Raises:
         NotShared: it must run on one GPU.
     """
+    from wanshim.adapters.diffusers import offload
     from wanshim.core.generation import Forward, PipelineBinding
 
     models: dict[str, Any] = {}
@@ -126,7 +127,9 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
         may_change=given.arguments.get("callback_on_step_end") is not None,
         check=partial(_check, pipe, models),
         set_up=set_up_attention,
-        vae=pipe.vae,
+        vae=None if offload.is_offloaded(pipe.vae) else pipe.vae,
+        device=offload.execution_device(pipe, models),
+        without_offload=offload.without_offload,
         decodes=given.arguments.get("output_type") != "latent" and not getattr(pipe.vae, "use_tiling", False),
     )
 
@@ -310,15 +313,9 @@ def _why_not(model: Any) -> str:
         return f"is a {type(model).__module__}.{type(model).__qualname__}, which is not a class of diffusers"
     if getattr(model, "_parallel_config", None) is not None:
         return "is in a parallel group of diffusers (enable_parallelism)"
-    for path, module in model.named_modules():
-        where = f"({path}) " if path else ""
-        if hasattr(module, "_hf_hook"):
-            return (
-                f"{where}is moved by accelerate (enable_model_cpu_offload, enable_sequential_cpu_offload, device_map)"
-            )
-        if getattr(module, "_diffusers_hook", None) is not None and module._diffusers_hook.hooks:
-            return f"{where}has hooks of diffusers: {', '.join(module._diffusers_hook.hooks)}"
-    return ""
+    from wanshim.adapters.diffusers import offload
+
+    return offload.why_not_carried(model)
 
 
 def _seam(target: str) -> Seam:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from wanshim.core.sequence import BlockList
@@ -61,6 +63,8 @@ class PipelineBinding:
             framework keeps in the process and not in the module.
         vae: whose decode and encode the processes share; None: this process computes them.
         decodes: whether the call ends with a decode that they can share: not of latents, and not in tiles.
+        device: on which the forwards compute, where the script's offload keeps weights elsewhere; None: they are there.
+        without_offload: a context in which a module has its weights and none of the script's offload.
     """
 
     name: str
@@ -74,6 +78,8 @@ class PipelineBinding:
     set_up: Callable[[nn.Module], None] | None = None
     vae: nn.Module | None = None
     decodes: bool = True
+    device: torch.device | None = None
+    without_offload: Callable[[nn.Module], AbstractContextManager[object]] = lambda module: nullcontext()
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -84,3 +90,11 @@ class PipelineBinding:
     def copied(self) -> list[nn.Module]:
         """All that workers hold copies of: those modules, and the VAE."""
         return [*self.modules.values(), *([] if self.vae is None else [self.vae])]
+
+    @contextmanager
+    def as_made(self) -> Iterator[None]:
+        """All that is copied without the script's offload."""
+        with ExitStack() as stack:
+            for module in self.copied if self.device is not None else ():
+                stack.enter_context(self.without_offload(module))
+            yield

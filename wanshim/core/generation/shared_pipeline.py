@@ -150,11 +150,12 @@ class SharedPipeline:
             NotShared: its models cannot be copied, or not to these devices.
             ModelInvalid: there are fewer devices than asked for.
         """
-        for name, module in binding.modules.items():
-            check_plain(name, module)
-        devices = choose_devices(device_of(binding.modules.values()), self.request)
-        check_around(devices[0])
-        check_copied(binding.modules, devices[0])
+        with binding.as_made():
+            for name, module in binding.modules.items():
+                check_plain(name, module)
+            devices = choose_devices(binding.device or device_of(binding.modules.values()), self.request)
+            check_around(devices[0])
+            check_copied(binding.modules, devices[0])
         return devices
 
     def begin(self, binding: PipelineBinding) -> tuple[torch.device, ...]:
@@ -445,7 +446,7 @@ class _Call:
         workers = self._shared.workers_on(self._plan)
         self.is_busy = True  # an interrupt may come while copies are compared
         self._hold(forward, workers)
-        with self._bare():
+        with self._replaced_no_more():
             compare(workers, self._plan.gpus - 1, forward, args, kwargs)
         if len(half.ranks) == 1:
             return [workers.call(half.ranks[0] - 1, forward.function, *args, **kwargs)]
@@ -465,7 +466,9 @@ class _Call:
                 self._shared.copied.add(module)
                 with self._bare():
                     self._check_again(name, module)
-                    workers.hold(module, count=count, renew=True, set_up=self._binding.set_up)
+                    workers.hold(
+                        module, count=count, renew=True, set_up=self._binding.set_up, moved=self._binding.device is not None
+                    )
                 self._held[id(module)] = count
 
     def _is_held(self, module: nn.Module, workers: Workers, count: int) -> bool:
@@ -513,7 +516,13 @@ class _Call:
 
     @contextlib.contextmanager
     def _bare(self) -> Iterator[None]:
-        """Modules, and what else is replaced, as the framework made them: a copy has no replacement of ours in it."""
+        """Modules as the framework made them: a copy has no replacement of ours in it, and no offload of the script."""
+        with self._replaced_no_more(), self._binding.as_made():
+            yield
+
+    @contextlib.contextmanager
+    def _replaced_no_more(self) -> Iterator[None]:
+        """Modules, and what else is replaced, as the script has them."""
         with Undo() as undo:
             for owner, name, replacement, own in self._placed:
                 if vars(owner).get(name) is replacement:  # else a callback has set its own

@@ -52,13 +52,16 @@ class Mover:
 
     def send(self, tensors: Iterable[torch.Tensor], to: Mapping[int, Link]) -> None:
         """Send to the processes of these ranks. Work of the current stream that follows is ordered behind it."""
-        by_nccl = []
+        by_nccl: list[torch.Tensor] = []
         for tensor in tensors:
             dense = elements(tensor).contiguous()
             if not dense.numel():
                 continue
             if self._peers is not None and dense.is_cuda:
                 by_nccl.append(_bytes(dense))
+                if len(by_nccl) == _AT_ONCE:  # what was brought to the GPU for this goes again
+                    self._in_groups(by_nccl, [(rank, self._peers.send) for rank in to])
+                    by_nccl.clear()
                 continue
             view = memoryview(_bytes(dense.cpu()).numpy())
             for link in to.values():

@@ -37,12 +37,12 @@ class TensorSpec:
     requires_grad: bool
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> TensorSpec:
+    def of(cls, tensor: torch.Tensor, *, on_host: bool | None = None) -> TensorSpec:
         return cls(
             tuple(tensor.shape),
             tensor.stride(),
             tensor.dtype,
-            tensor.device.type == "cpu",
+            tensor.device.type == "cpu" if on_host is None else on_host,
             isinstance(tensor, nn.Parameter),
             tensor.requires_grad,
         )
@@ -82,13 +82,14 @@ class Packed:
 
 
 def pack(
-    value: Any, device: torch.device, modules: Mapping[int, nn.Module] | None = None
+    value: Any, device: torch.device, modules: Mapping[int, nn.Module] | None = None, *, moved: bool = False
 ) -> tuple[Packed, list[torch.Tensor]]:
     """`value` and the tensors in it, each once.
 
     Args:
         device: where its tensors are, unless they are on the host.
         modules: held by the other process; in `value` they become their keys.
+        moved: `value` is a module, whose parameters and buffers are for the other process's device wherever they are.
 
     Raises:
         WorkersInvalid: something in it cannot be copied.
@@ -104,7 +105,9 @@ def pack(
             f"{type(value).__qualname__} cannot be copied to another process: {error}",
             expected="objects of classes and functions that a module defines",
         ) from error
-    return Packed(buffer.getvalue(), tuple(TensorSpec.of(t) for t in pickler.tensors)), pickler.tensors
+    own = {id(tensor) for tensor in (*value.parameters(), *value.buffers())} if moved else set()
+    specs = tuple(TensorSpec.of(t, on_host=False if id(t) in own else None) for t in pickler.tensors)
+    return Packed(buffer.getvalue(), specs), pickler.tensors
 
 
 def unpack(packed: Packed, tensors: Sequence[torch.Tensor], modules: Mapping[int, nn.Module] | None = None) -> Any:

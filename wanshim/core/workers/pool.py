@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-from wanshim.core.shared.digest import digests
+from wanshim.core.shared.digest import digest_weights, digests
 from wanshim.core.shared.forks import Owner
 from wanshim.errors import WorkersFailed, WorkersInvalid
 from wanshim.values import checked_seconds
@@ -157,6 +157,7 @@ class Workers:
         count: int | None = None,
         renew: bool = False,
         set_up: Callable[[nn.Module], None] | None = None,
+        moved: bool = False,
     ) -> int:
         """Have workers hold a copy of `module` as it is now; start the workers if they do not run.
 
@@ -169,6 +170,8 @@ class Workers:
             renew: make a copy anew that has all of it, too: its calls may have set attributes, as a LoRA's scale for
                 one forward is. Its tensors stay. What a worker has made for the copy is lost.
             set_up: a function of a module file that each worker calls with a new copy.
+            moved: the program keeps weights on the host, and moves them to its device as they are needed: a worker has
+                them on its device. Of a large one, a part is read to see whether it has changed.
 
         Returns:
             The bytes sent to each worker.
@@ -179,8 +182,9 @@ class Workers:
             WanshimError: the workers are those of the process from which this one was forked.
         """
         self._owner.check()
-        packed, tensors = pack(module, self.device)
-        addresses = list(zip(digests([elements(t) for t in tensors]), packed.specs, strict=True))
+        packed, tensors = pack(module, self.device, moved=moved)
+        digest = digest_weights if moved else digests
+        addresses = list(zip(digest([elements(t) for t in tensors]), packed.specs, strict=True))
         self.begin()
         key, places = self.key(module), range(len(self.devices) if count is None else count)
         old = [place for place in places if not self._running.copies[place].has(key, packed, addresses)]
@@ -218,7 +222,9 @@ class Workers:
             self._reply(workers[place])  # it has the memory for it
             alike[update.new][place + 1] = workers[place].link
         for new, links in alike.items():
-            self._running.mover.send([tensors[at] for at in new], links)
+            ordered = sorted(new, key=lambda at: not packed.specs[at].on_host)  # as they are received
+            moved = (tensors[at] if packed.specs[at].on_host else tensors[at].to(self.device) for at in ordered)
+            self._running.mover.send(moved, links)
 
     def drop(self, modules: Iterable[nn.Module]) -> None:
         """Have the workers free their copies of these modules."""

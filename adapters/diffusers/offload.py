@@ -1,0 +1,115 @@
+"""A script's offload of a model, by diffusers or accelerate: whether it can be carried to other GPUs, and the model
+without it. The hooks stay in the script's process; a copy elsewhere has the weights alone."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from wanshim.undo import Undo
+
+if TYPE_CHECKING:
+    import torch
+
+GROUPS = frozenset({"group_offloading", "lazy_prefetch_group_offloading", "layer_execution_tracker"})
+_OF_ACCELERATE = ("_hf_hook", "_old_forward")
+_OF_DIFFUSERS = ("_diffusers_hook",)
+
+
+def execution_device(pipe: Any, models: dict[str, Any]) -> torch.device | None:
+    """The device on which a pipeline's offloaded models compute; None: none of these models is offloaded."""
+    import torch
+
+    if not any(is_offloaded(model) for model in models.values()):
+        return None
+    device: torch.device = pipe._execution_device
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if device.type == "cpu" else device
+
+
+def is_offloaded(model: Any) -> bool:
+    return any(_hooks(module) for module in model.modules())
+
+
+def why_not_carried(model: Any) -> str:
+    """A phrase of which the model is the subject; empty if all its hooks are an offload that a copy need not have."""
+    import torch
+
+    for path, module in model.named_modules():
+        where = f"({path}) " if path else ""
+        hook = getattr(module, "_hf_hook", None)
+        kind = type(hook).__name__
+        if hook is not None and not (kind == "CpuOffload" or _is_of_weights(hook)):
+            return f"{where}is moved by accelerate ({kind}, as of device_map)"
+        registry = getattr(module, "_diffusers_hook", None)
+        others = [name for name in getattr(registry, "hooks", ()) if name not in GROUPS]
+        if others:
+            return f"{where}has hooks of diffusers: {', '.join(others)}"
+        group = getattr(getattr(registry, "hooks", {}).get("group_offloading"), "group", None)
+        if getattr(group, "offload_to_disk_path", None):
+            return f"{where}is offloaded to disk"
+    with without_offload(model):
+        if any(tensor.device == torch.device("meta") for tensor in (*model.parameters(), *model.buffers())):
+            return "has weights that its offload keeps elsewhere"
+    return ""
+
+
+@contextlib.contextmanager
+def without_offload(model: Any) -> Iterator[None]:
+    """The model as its classes made it, its weights where the offload keeps them."""
+    with Undo() as undo:
+        for module in model.modules():
+            if not _hooks(module):
+                continue
+            if any(name in GROUPS for name in getattr(getattr(module, "_diffusers_hook", None), "hooks", ())):
+                _wait(module)
+            hook = getattr(module, "_hf_hook", None)
+            for name in (*_OF_ACCELERATE, *_OF_DIFFUSERS, "forward"):
+                if name in vars(module):
+                    undo.add(_put_back(vars(module), name))
+            if hook is not None and _is_of_weights(hook):
+                _fill(module, hook, undo)
+        yield
+
+
+def _hooks(module: Any) -> bool:
+    registry = getattr(module, "_diffusers_hook", None)
+    return hasattr(module, "_hf_hook") or bool(registry is not None and registry.hooks)
+
+
+def _is_of_weights(hook: Any) -> bool:
+    """Of `enable_sequential_cpu_offload`, which has the weights of each layer in a map, or its hook of the whole."""
+    known = type(hook).__name__ == "AlignDevicesHook" and not hook.place_submodules
+    return known and (not hook.offload or hook.weights_map is not None)
+
+
+def _put_back(namespace: dict[str, Any], name: str) -> Any:
+    value = namespace.pop(name)
+    return lambda: namespace.__setitem__(name, value)
+
+
+def _fill(module: Any, hook: Any, undo: Undo) -> None:
+    """Put a layer's weights where accelerate has placeholders."""
+    import torch
+
+    if not hook.offload:
+        return
+    for place, names in ((module._parameters, module._parameters), (module._buffers, module._buffers)):
+        for name, placeholder in list(names.items()):
+            if placeholder is None or placeholder.device.type != "meta" or name not in hook.weights_map:
+                continue
+            value = hook.weights_map[name]
+            is_parameter = isinstance(placeholder, torch.nn.Parameter)
+            place[name] = torch.nn.Parameter(value, placeholder.requires_grad) if is_parameter else value
+            undo.add(lambda place=place, name=name, before=placeholder: place.__setitem__(name, before))
+
+
+def _wait(module: Any) -> None:
+    """Until a group that is prefetched on a stream of its own is there."""
+    import torch
+
+    device = module._diffusers_hook.hooks.get("group_offloading")
+    if device is not None and device.group.stream is not None:
+        torch.cuda.synchronize(device.group.onload_device)
