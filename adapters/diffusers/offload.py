@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from wanshim.undo import Undo
@@ -68,7 +69,7 @@ def without_offload(model: Any) -> Iterator[None]:
             hook = getattr(module, "_hf_hook", None)
             for name in (*_OF_ACCELERATE, *_OF_DIFFUSERS, "forward"):
                 if name in vars(module):
-                    undo.add(_put_back(vars(module), name))
+                    undo.add(partial(vars(module).__setitem__, name, vars(module).pop(name)))
             if hook is not None and _is_of_weights(hook):
                 _fill(module, hook, undo)
         yield
@@ -85,31 +86,26 @@ def _is_of_weights(hook: Any) -> bool:
     return known and (not hook.offload or hook.weights_map is not None)
 
 
-def _put_back(namespace: dict[str, Any], name: str) -> Any:
-    value = namespace.pop(name)
-    return lambda: namespace.__setitem__(name, value)
-
-
 def _fill(module: Any, hook: Any, undo: Undo) -> None:
     """Put a layer's weights where accelerate has placeholders."""
     import torch
 
     if not hook.offload:
         return
-    for place, names in ((module._parameters, module._parameters), (module._buffers, module._buffers)):
-        for name, placeholder in list(names.items()):
+    for place in (module._parameters, module._buffers):
+        for name, placeholder in list(place.items()):
             if placeholder is None or placeholder.device.type != "meta" or name not in hook.weights_map:
                 continue
             value = hook.weights_map[name]
             is_parameter = isinstance(placeholder, torch.nn.Parameter)
             place[name] = torch.nn.Parameter(value, placeholder.requires_grad) if is_parameter else value
-            undo.add(lambda place=place, name=name, before=placeholder: place.__setitem__(name, before))
+            undo.add(partial(place.__setitem__, name, placeholder))
 
 
 def _wait(module: Any) -> None:
     """Until a group that is prefetched on a stream of its own is there."""
     import torch
 
-    device = module._diffusers_hook.hooks.get("group_offloading")
-    if device is not None and device.group.stream is not None:
-        torch.cuda.synchronize(device.group.onload_device)
+    hook = module._diffusers_hook.hooks.get("group_offloading")
+    if hook is not None and hook.group.stream is not None:
+        torch.cuda.synchronize(hook.group.onload_device)

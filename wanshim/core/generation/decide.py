@@ -15,18 +15,34 @@ _EXCHANGE = 0.17
 
 
 def decide(job: GenerationJob, limits: Limits) -> GenerationPlan:
-    """The plan that uses the most GPUs; of two that use as many, the one whose guidance goes over GPUs, which is exact.
+    """The plan that uses the most GPUs; of two that use as many, the one whose guidance goes over GPUs, which is exact,
+    and of two such the one whose other GPUs hold the models.
 
     With `guidance` and `sequence` 1 the pipeline runs as without wanshim, and `rejected` has the reasons.
     """
+    best: GenerationPlan | None = None
+    for weights in (job.weights, *(() if job.streamed is None else (job.streamed,))):
+        found = _with_weights(job, limits, weights)
+        if best is None or found.gpus > best.gpus:
+            best = found
+    assert best is not None
+    return best
+
+
+def _with_weights(job: GenerationJob, limits: Limits, weights: int) -> GenerationPlan:
+    """The plan whose other GPUs hold so many bytes of the models."""
     rejected: dict[str, str] = {"several GPUs": job.why_one} if len(job.devices) == 1 and job.why_one else {}
     chosen, used = (1, 1), job.devices[:1]
+
+    def lacks(device: str, sequence: int) -> str:
+        return _lacks(limits, device, _needed(job, weights, sequence))
+
     for guidance in (2, 1):
         for sequence in range(len(job.devices) // guidance, 0, -1):
             way = (guidance, sequence)
             if way == (1, 1):
                 continue
-            devices = [job.devices[0], *(d for d in job.devices[1:] if not _lacks(job, limits, d, sequence))]
+            devices = [job.devices[0], *(device for device in job.devices[1:] if not lacks(device, sequence))]
             reason = _why_not(job, *way, len(devices))
             if reason:
                 rejected[describe(*way)] = reason
@@ -34,26 +50,29 @@ def decide(job: GenerationJob, limits: Limits) -> GenerationPlan:
                 chosen, used = way, tuple(devices[: way[0] * way[1]])
     idle = (device for device in job.devices if device not in used)
     unused = "no way to use it beside the others"
-    rejected |= {device: _lacks(job, limits, device, chosen[1]) or unused for device in idle}
+    rejected |= {device: lacks(device, chosen[1]) or unused for device in idle}
+    own = {} if job.is_offloaded else {job.devices[0]: _needed(job, job.weights, chosen[1])}
+    peaks = own | dict.fromkeys(used[1:], _needed(job, weights, chosen[1]))
     return GenerationPlan(
         pipeline=job.pipeline,
         guidance=chosen[0],
         sequence=chosen[1],
         devices=used,
-        peaks={} if job.working is None or chosen == (1, 1) else dict.fromkeys(used, _needed(job, chosen[1])),
+        streamed=weights != job.weights,
+        peaks={} if job.working is None or chosen == (1, 1) else peaks,
         rejected=rejected,
     )
 
 
-def _needed(job: GenerationJob, sequence: int) -> int:
+def _needed(job: GenerationJob, weights: int, sequence: int) -> int:
     """Bytes of the models and of a rank's part of a forward: of two ranks, which more do not need less than."""
     working = job.working or 0
-    return job.weights + (working if sequence == 1 else round(working / 2 * (1 + _EXCHANGE)))
+    return weights + (working if sequence == 1 else round(working / 2 * (1 + _EXCHANGE)))
 
 
-def _lacks(job: GenerationJob, limits: Limits, device: str, sequence: int) -> str:
+def _lacks(limits: Limits, device: str, needed: int) -> str:
     """That a device has too little memory, or nothing."""
-    needed, free = _needed(job, sequence), limits.available.get(device)
+    free = limits.available.get(device)
     if free is None or needed <= free:
         return ""
     return f"{format_bytes(needed)} would be needed, {format_bytes(free)} are available"

@@ -36,6 +36,8 @@ class GenerationJob:
         no_sequence: why the tokens of a forward cannot go over GPUs, or empty.
         heads: of self-attention, at most so many GPUs share a forward's tokens.
         weights: bytes of the models that each GPU holds.
+        streamed: bytes of them that a GPU holds where blocks wait in host memory; None: they cannot.
+        is_offloaded: the script offloads them on the first device, so what that holds of them is not known.
         working: bytes that a forward needs beside them, on one GPU; None: not known.
         at_most: see Request.
         why_one: why there is one device alone, if there is.
@@ -47,6 +49,8 @@ class GenerationJob:
     no_sequence: str = ""
     heads: int = 0
     weights: int = 0
+    streamed: int | None = None
+    is_offloaded: bool = False
     working: int | None = None
     at_most: tuple[int, int] | None = None
     why_one: str = ""

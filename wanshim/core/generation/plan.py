@@ -23,6 +23,7 @@ class GenerationPlan:
         guidance: 2: the forward without the prompt runs on other GPUs than the one with it. 1: one after the other.
         sequence: how many GPUs share the tokens of a forward.
         devices: that are used, the pipeline's own first.
+        streamed: the other GPUs have blocks of the models as they are needed, from host memory.
         peaks: predicted bytes of models and forwards on each device; empty where they are not known.
         rejected: by way, why it was not taken.
     """
@@ -31,6 +32,7 @@ class GenerationPlan:
     guidance: int
     sequence: int
     devices: tuple[str, ...]
+    streamed: bool = False
     peaks: Mapping[str, int] = field(default_factory=dict)
     rejected: Mapping[str, str] = field(default_factory=dict)
 
@@ -44,6 +46,7 @@ class GenerationPlan:
             guidance = "guidance over GPUs changes no bit, " * (self.guidance > 1)
             exact = f"the frames of one GPU up to rounding ({guidance}tokens over GPUs round in another order)"
         lines = [f"{self.pipeline} on {', '.join(self.devices)}: {describe(self.guidance, self.sequence)}, {exact}"]
+        lines += ["the others stream blocks of its models from host memory"] * self.streamed
         lines += [f"{device}: {format_bytes(peak)} predicted for its forwards" for device, peak in self.peaks.items()]
         lines += [f"not {way}: {reason}" for way, reason in self.rejected.items()]
         return "\n  ".join(lines)

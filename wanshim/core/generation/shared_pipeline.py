@@ -29,6 +29,7 @@ from wanshim.core.shared.gpu_memory import available_bytes
 from wanshim.core.shared.recent import Recent
 from wanshim.core.shared.weight_bytes import num_bytes
 from wanshim.core.strategy.block_trace import trace_forward
+from wanshim.core.streaming import bytes_when_streamed
 from wanshim.core.workers import RemoteCall, Replies, Workers
 from wanshim.errors import ModelInvalid, RanksFailed, WanshimError, WorkersFailed, WorkersInvalid
 from wanshim.undo import Undo
@@ -467,7 +468,12 @@ class _Call:
                 with self._bare():
                     self._check_again(name, module)
                     workers.hold(
-                        module, count=count, renew=True, set_up=self._binding.set_up, moved=self._binding.device is not None
+                        module,
+                        count=count,
+                        renew=True,
+                        set_up=self._binding.set_up,
+                        moved=self._binding.device is not None,
+                        streamed=self._plan.streamed and (bytes_when_streamed(module) or 0),
                     )
                 self._held[id(module)] = count
 
@@ -490,8 +496,10 @@ class _Call:
             check_plain(name, module, methods)
 
     def _decide(self, forward: Forward, args: Any, kwargs: Any) -> GenerationPlan:
-        weights = sum(map(num_bytes, self._binding.copied))
         with self._bare():
+            weights = sum(map(num_bytes, self._binding.copied))
+            parts = [bytes_when_streamed(module) for module in self._binding.modules.values()]
+            rest = 0 if self._binding.vae is None else num_bytes(self._binding.vae)
             working = self._shared.working_bytes(forward, args, kwargs)
         job = GenerationJob(
             pipeline=self._binding.name,
@@ -502,6 +510,8 @@ class _Call:
             at_most=self._shared.request.at_most,
             why_one="one GPU was asked for" if self._shared.request.asks_for_one else "one GPU is in sight",
             weights=weights,
+            is_offloaded=self._binding.device is not None,
+            streamed=None if None in parts else rest + sum(filter(None, parts)),
             working=working,
         )
         free = {str(device): available_bytes(device) for device in self._devices[1:]}

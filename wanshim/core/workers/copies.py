@@ -66,13 +66,13 @@ class Copies:
             self._modules.pop(key, None)
         return self._unused()
 
-    def num_bytes(self, keys: Collection[int] | None, *, on_host: bool) -> int:
-        """Bytes on the worker's device of these modules, or of all.
+    def num_bytes(self, keys: Collection[int], *, on_host: bool) -> int:
+        """Bytes on the worker's device of these modules.
 
         Args:
             on_host: its device is the CPU, where tensors of the host count too.
         """
-        chosen = [each for key, each in self._modules.items() if keys is None or key in keys]
+        chosen = [each for key, each in self._modules.items() if key in keys]
         tensors = {n: spec for _, addresses, numbers in chosen for n, (_, spec) in zip(numbers, addresses, strict=True)}
         return sum(spec.num_bytes for spec in tensors.values() if on_host or not spec.on_host)
 

@@ -68,6 +68,7 @@ class Workers:
         self._modules: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()  # a program may free its models
         self._keys = itertools.count()
         self.unproven: set[int] = set()  # keys of modules whose copies are new or changed, and were not compared yet
+        self._streamed: dict[int, int] = {}  # by key of a module whose copies stream, the bytes on a worker's device
         self._freed: deque[int] = deque()  # keys of modules that are gone, of which workers have copies
         self._exchanging = threading.Lock()  # messages and the tensors behind them are one
         weakref.finalize(self, _end, self._owner, self._running)
@@ -101,8 +102,11 @@ class Workers:
         """Bytes that worker number `place` holds on its device: of these modules, or of all."""
         if place >= len(self._running.copies):
             return 0
-        keys = None if modules is None else {self.key(module) for module in modules}
-        return self._running.copies[place].num_bytes(keys, on_host=self.device.type == "cpu")
+        copies = self._running.copies[place]
+        keys = copies.keys if modules is None else {self.key(module) for module in modules}
+        streamed = keys & copies.keys & self._streamed.keys()
+        whole = copies.num_bytes(keys - streamed, on_host=self.device.type == "cpu")
+        return whole + sum(self._streamed[key] for key in streamed)
 
     def key(self, module: nn.Module) -> int:
         """The number of a module, the same for as long as it lives."""
@@ -158,6 +162,7 @@ class Workers:
         renew: bool = False,
         set_up: Callable[[nn.Module], None] | None = None,
         moved: bool = False,
+        streamed: int = 0,
     ) -> int:
         """Have workers hold a copy of `module` as it is now; start the workers if they do not run.
 
@@ -172,6 +177,7 @@ class Workers:
             set_up: a function of a module file that each worker calls with a new copy.
             moved: the program keeps weights on the host, and moves them to its device as they are needed: a worker has
                 them on its device. Of a large one, a part is read to see whether it has changed.
+            streamed: blocks of a copy wait in host memory, and so many bytes are on the worker's device; 0: all are.
 
         Returns:
             The bytes sent to each worker.
@@ -186,18 +192,22 @@ class Workers:
         digest = digest_weights if moved else digests
         addresses = list(zip(digest([elements(t) for t in tensors]), packed.specs, strict=True))
         self.begin()
+        if self._streamed.get(self.key(module), 0) != streamed:
+            self.drop([module])
+            self._streamed.pop(self.key(module), None)
+            self._streamed |= {self.key(module): streamed} if streamed else {}
         key, places = self.key(module), range(len(self.devices) if count is None else count)
         old = [place for place in places if not self._running.copies[place].has(key, packed, addresses)]
         with self._or_end():
             for place in places if renew else ():
                 if place not in old:
-                    self._running.workers[place].link.send(("renew", key))
+                    self._running.workers[place].link.send(("renew", key, set_up))
             if not old:
                 return 0
             if not self._running.are_ready:
                 self._wait_for_start()
             updates = {place: self._running.copies[place].put(key, packed, addresses) for place in old}
-            self._send_updates(key, packed, updates, tensors, set_up)
+            self._send_updates(key, packed, updates, tensors, set_up, streamed > 0)
             replies = [self._running.workers[place].link.receive(self.deadline) for place in old]
         for place, reply in zip(old, replies, strict=True):
             if reply[0] == "failed":  # what the framework's own code says, in a worker that lives
@@ -213,17 +223,20 @@ class Workers:
         updates: dict[int, Update],
         tensors: Sequence[torch.Tensor],
         set_up: Callable[[nn.Module], None] | None,
+        streamed: bool,
     ) -> None:
         workers = self._running.workers
         for place, update in updates.items():
-            workers[place].link.send(("hold", key, packed, update.numbers, update.new, update.dropped, set_up))
+            numbers, new, dropped = update.numbers, update.new, update.dropped
+            workers[place].link.send(("hold", key, packed, numbers, new, dropped, set_up, streamed))
         alike: dict[tuple[int, ...], dict[int, Link]] = defaultdict(dict)
         for place, update in updates.items():
             self._reply(workers[place])  # it has the memory for it
             alike[update.new][place + 1] = workers[place].link
         for new, links in alike.items():
-            ordered = sorted(new, key=lambda at: not packed.specs[at].on_host)  # as they are received
-            moved = (tensors[at] if packed.specs[at].on_host else tensors[at].to(self.device) for at in ordered)
+            on_host = {at for at in new if streamed or packed.specs[at].on_host}
+            ordered = sorted(new, key=lambda at: at not in on_host)  # these are received first
+            moved = (tensors[at].cpu() if at in on_host else tensors[at].to(self.device) for at in ordered)
             self._running.mover.send(moved, links)
 
     def drop(self, modules: Iterable[nn.Module]) -> None:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from wanshim.core.streaming import StreamHandle
+
     from .packing import Packed
 
 _BEAT_SECONDS = 0.5
@@ -62,6 +64,7 @@ class _Server:
         self._modules: dict[int, nn.Module] = {}
         self._packed: dict[int, tuple[Packed, Sequence[int]]] = {}  # with the numbers of their tensors
         self._tensors: dict[int, torch.Tensor] = {}  # by number
+        self._streams: dict[int, StreamHandle] = {}  # of modules whose blocks wait in host memory
 
     def run(self) -> None:
         while True:
@@ -114,23 +117,41 @@ class _Server:
         return ("ready",), []
 
     def hold(
-        self, key: int, packed: Packed, numbers: Sequence[int], new: Sequence[int], dropped: Sequence[int], set_up: Any
+        self,
+        key: int,
+        packed: Packed,
+        numbers: Sequence[int],
+        new: Sequence[int],
+        dropped: Sequence[int],
+        set_up: Any,
+        streamed: bool,
     ) -> Any:
         """Hold a module: its tensors by number, of which the `new` places are received."""
+        import torch
+
         self._drop((key,), dropped)
-        self._tensors |= {numbers[at]: packed.specs[at].empty(self._device) for at in new}
+        place = torch.device("cpu") if streamed else self._device
+        self._tensors |= {numbers[at]: packed.specs[at].empty(place) for at in new}
         module = self._unpacked(packed, numbers)
         self._link.send(("ready",))
         self._mover.receive((self._tensors[numbers[at]] for at in new), self._link, 0)
         self._synchronize()
+        if streamed:
+            from wanshim.core.streaming import stream_whole
+
+            self._streams[key] = stream_whole(module, self._device)
         self._modules[key], self._packed[key] = module, (packed, numbers)
         if set_up is not None:
             set_up(module)
         return ("held",), []
 
-    def renew(self, key: int) -> Any:
+    def renew(self, key: int, set_up: Any) -> Any:
         """Make a held module again, of the same tensors. It replies only where that fails."""
-        self._modules[key] = self._unpacked(*self._packed[key])
+        module = self._modules[key] = self._unpacked(*self._packed[key])
+        if key in self._streams:
+            self._streams[key].attach_to(module)
+        if set_up is not None:
+            set_up(module)
         return None, []
 
     def drop(self, keys: Sequence[int], dropped: Sequence[int]) -> Any:
@@ -145,6 +166,8 @@ class _Server:
 
     def _drop(self, keys: Sequence[int], dropped: Sequence[int]) -> None:
         for key in keys:
+            if key in self._streams:  # tensors of other modules are among its own
+                self._streams.pop(key).remove()
             self._modules.pop(key, None)
             self._packed.pop(key, None)
         for number in dropped:
