@@ -156,11 +156,11 @@ def run(
 @app.command(context_settings=FOREIGN_OPTIONS)
 def generate(
     command: Annotated[list[str], typer.Argument(help="-- prog args")],
-    gpus: Annotated[int, typer.Option(parser=_at_least(2), help="How many GPUs the pipeline uses.")],
+    gpus: Annotated[int, typer.Option(parser=_at_least(1), help="How many GPUs the pipeline uses.")],
     features: Features = None,
     report: Report = True,
 ) -> None:
-    """Run a program that generates on one GPU, once, with its pipeline over several GPUs."""
+    """Run a program that generates on one GPU: faster there, or once, with its pipeline over several GPUs."""
     from wanshim.doctor import diagnosis
     from wanshim.launch import start
     from wanshim.launch.gpu_processes import settings_of_generation

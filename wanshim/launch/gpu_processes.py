@@ -92,7 +92,7 @@ def settings_of_generation(command: Sequence[str], count: int, features: str | N
     option, read = _read(count)
     if read.disable:
         return read
-    _check_in_sight(count, fewest=2)
+    _check_in_sight(count, fewest=1)
     _check_command(command, option, "generate")
     read = replace(read, generate=settings.WantedGeneration(count), sources={**read.sources, "generate": option})
     _check_selected(

@@ -55,6 +55,9 @@ def _share(original: Callable[..., Any], seam: SeamState, bind: Bind, pipe: Any,
     from wanshim.core.workers import AHEAD
 
     read, name = seam.settings, type(pipe).__name__
+    if request_of(read.generate).asks_for_one:
+        seam.pass_by() if seam.unneeded else seam.not_needed("one GPU was asked for, over which nothing is shared")
+        return original(pipe, *args, **kwargs)
     before = (0, 0)
     shared = None
     try:
@@ -127,7 +130,9 @@ def _say_alone(seam: SeamState, model: Any) -> None:
     from wanshim.core.workers.process import is_worker
 
     read = seam.settings
-    if read.generate is None or model.training or is_worker() or not seam.enter():
+    if read.generate is None or request_of(read.generate).asks_for_one:
+        return
+    if model.training or is_worker() or not seam.enter():
         return
     name, caller = type(model).__name__, _caller(type(model).__module__.partition(".")[0])
     reason = f"{caller} calls it, which wanshim does not share"

@@ -92,8 +92,8 @@ def _still_on(value: Any) -> Any:
 def covered_on_an_instance(state: SeamState) -> str | None:
     """The class of a living object on which the patched method's name was set, which hides the class's own.
 
-    DiffSynth's `enable_usp` does that, and so do accelerate's hooks. An object that carries a replacement of
-    ours does not count.
+    DiffSynth's `enable_usp` does that. An object that carries a replacement of ours does not count, nor one whose
+    hooks, as those of accelerate and diffusers, wrap it and say so by `__wrapped__`.
     """
     owner, name = owner_of(state.seam.target)
     if not isinstance(owner, type) or state.seam.kind is Kind.VALUE or _covering(owner, name) is None:
@@ -105,8 +105,11 @@ def covered_on_an_instance(state: SeamState) -> str | None:
 def _covering(owner: type, name: str) -> str | None:
     for found in _instances(owner):
         value = getattr(found, "__dict__", {}).get(name)
-        if value is not None and state_of(value) is None:
-            return type(found).__name__
+        while value is not None and state_of(value) is None:
+            inside = getattr(value, "__wrapped__", None)
+            if inside is None:
+                return type(found).__name__
+            value = inside
     return None
 
 

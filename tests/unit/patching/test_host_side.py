@@ -221,15 +221,17 @@ def test_wrapt_wrapper_of_another_patcher_beneath_keeps_its_place(
 
 
 def test_hook_on_an_instance_is_seen_and_ours_is_none(leaf: types.ModuleType) -> None:
-    """As accelerate hooks a module: the bound method is wrapped and set on the object."""
     one = host_side("Model.forward")
     put_in([one])
     assert covered_on_an_instance(one) is None
     leaf.model.forward = leaf.model.forward  # ours, kept on the object
     assert covered_on_an_instance(one) is None
     old = leaf.model.forward
-    leaf.model.forward = functools.update_wrapper(functools.partial(lambda self, x: old(x), leaf.model), old)
+    hook = functools.partial(lambda self, x: old(x), leaf.model)
+    leaf.model.forward = hook
     assert covered_on_an_instance(one) == "Model"
+    leaf.model.forward = functools.update_wrapper(hook, old)  # as accelerate and diffusers do: it leads to ours
+    assert covered_on_an_instance(one) is None
     assert leaf.model.forward(1) == ("ours", "original", 1)
 
 
