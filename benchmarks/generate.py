@@ -4,7 +4,7 @@
     python benchmarks/generate.py --size 720x1280x81 --steps 2 --arms alone cfg:2 sequence:2 ulysses usp xdit
     python benchmarks/generate.py --arms alone cuda:0,cuda:0        two processes on one GPU: bits, cost of sharing
 
-An arm is `alone`, one of the peers in generate_peers.py, or what wanshim takes for the GPUs: `cfg:2`, `sequence:2`.
+An arm is `alone`, `strict_blocks` of one GPU, one of the peers in generate_peers.py, or what wanshim takes for the GPUs: `cfg:2`, `sequence:2`.
 Each arm runs in processes of its own, with the same random weights, prompt embeddings, noise and scheduler. It calls
 its pipeline with few frames and one step, to warm up, and then once in full size. The next arm's processes import
 meanwhile. An arm that fails is a row with the reason. Steps are guided: two forwards. What a row has:
@@ -191,7 +191,7 @@ def measure(job: generate_arm.Job) -> None:
         for name in ("diffusers.pipelines.wan.pipeline_wan", *(peer.modules if peer else ("wanshim",))):
             importlib.import_module(name)
         if sys.stdin.readline():  # else the benchmark is gone
-            make = peer.make if peer else generate_arm.alone if job.arm == "alone" else generate_arm.shared
+            make = peer.make if peer else generate_arm.ON_ONE_GPU.get(job.arm, generate_arm.shared)
             with torch.no_grad():
                 result = generate_arm.measure(job, make(job))
     except Exception as error:

@@ -199,6 +199,17 @@ def alone(job: Job) -> Arm:
     return Arm(pipe.scheduler, caller(job, pipe, decode=True), own_peak)
 
 
+def strict_blocks(job: Job) -> Arm:
+    """One GPU with wanshim, as `wanshim generate --gpus 1` has it."""
+    import wanshim
+
+    wanshim.activate("diffusers.strict_blocks")
+    return alone(job)
+
+
+ON_ONE_GPU = {"alone": alone, "strict_blocks": strict_blocks}
+
+
 def shared(job: Job) -> Arm:
     """wanshim."""
     import wanshim
