@@ -166,8 +166,8 @@ def generate(pipe: Any, kind: str, prompts: int = 1, **changed: Any) -> torch.Te
     seeded = torch.Generator().manual_seed(1)
     size = {} if kind == "animate" or "num_frames" in changed else {"num_frames": 5}
     call = {
-        "prompt_embeds": torch.randn(prompts, 8, TEXT, generator=seeded).to(pipe.device),
-        "negative_prompt_embeds": torch.randn(prompts, 8, TEXT, generator=seeded).to(pipe.device),
+        "prompt_embeds": torch.randn(prompts, 8, TEXT, generator=seeded).to(pipe._execution_device),
+        "negative_prompt_embeds": torch.randn(prompts, 8, TEXT, generator=seeded).to(pipe._execution_device),
         "height": 32,
         "width": 32,
         "num_inference_steps": 3,
