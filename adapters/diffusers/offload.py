@@ -40,10 +40,10 @@ def why_not_carried(model: Any) -> str:
 
     for path, module in model.named_modules():
         where = f"({path}) " if path else ""
-        hook = getattr(module, "_hf_hook", None)
-        kind = type(hook).__name__
-        if hook is not None and not (kind == "CpuOffload" or _is_of_weights(hook)):
-            return f"{where}is moved by accelerate ({kind}, as of device_map)"
+        for hook in _of_accelerate(module):
+            kind = type(hook).__name__
+            if kind != "CpuOffload" and not _is_of_weights(hook):
+                return f"{where}is moved by accelerate ({kind}, as of device_map)"
         registry = getattr(module, "_diffusers_hook", None)
         others = [name for name in getattr(registry, "hooks", ()) if name not in GROUPS]
         if others:
@@ -66,11 +66,11 @@ def without_offload(model: Any) -> Iterator[None]:
                 continue
             if any(name in GROUPS for name in getattr(getattr(module, "_diffusers_hook", None), "hooks", ())):
                 _wait(module)
-            hook = getattr(module, "_hf_hook", None)
+            hooks = _of_accelerate(module)
             for name in (*_OF_ACCELERATE, *_OF_DIFFUSERS, "forward"):
                 if name in vars(module):
                     undo.add(partial(vars(module).__setitem__, name, vars(module).pop(name)))
-            if hook is not None and _is_of_weights(hook):
+            for hook in filter(_is_of_weights, hooks):
                 _fill(module, hook, undo)
         yield
 
@@ -78,6 +78,11 @@ def without_offload(model: Any) -> Iterator[None]:
 def _hooks(module: Any) -> bool:
     registry = getattr(module, "_diffusers_hook", None)
     return hasattr(module, "_hf_hook") or bool(registry is not None and registry.hooks)
+
+
+def _of_accelerate(module: Any) -> list[Any]:
+    hook = getattr(module, "_hf_hook", None)
+    return [] if hook is None else list(hook.hooks) if type(hook).__name__ == "SequentialHook" else [hook]
 
 
 def _is_of_weights(hook: Any) -> bool:

@@ -10,10 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.contract.diffusers import offloading, wan_pipelines
+
 ROOT = Path(__file__).parents[3]
 SCRIPT = "tests.contract.diffusers.offloading"
 # What offloads layer by layer through accelerate computes on a GPU alone: tests/gpu/generation has it.
-WAYS = [("model", "wan"), ("model", "wan22"), ("block", "wan22"), ("leaf", "wan"), ("none", "wan")]
+WAYS = [
+    ("model", "wan22"),
+    ("leaf", "wan"),
+    pytest.param("model", "wan", marks=pytest.mark.sweep),
+    pytest.param("block", "wan22", marks=pytest.mark.sweep),
+    pytest.param("none", "wan", marks=pytest.mark.sweep),
+]
 
 
 def run(folder: Path, *command: str) -> tuple[list[torch.Tensor], str]:
@@ -37,3 +45,31 @@ def test_script_that_offloads_has_its_frames_over_gpus(way: str, kind: str, tmp_
     assert all(map(torch.equal, expected, found))
     assert "WanPipeline on cpu, cpu: guidance over 2, bit for bit the frames of one GPU" in said, said
     assert "left to the framework" not in said.replace("one GPU: the guidance scale switches guidance off", ""), said
+
+
+def test_offload_layer_by_layer_leaves_a_copy_its_weights() -> None:
+    from wanshim.adapters.diffusers import offload
+
+    pipe = wan_pipelines.wan()
+    expected = {name: value.clone() for name, value in pipe.transformer.state_dict().items()}
+    offloading.WAYS["sequential"](pipe)
+    assert {value.device.type for value in pipe.transformer.parameters()} == {"meta"}
+    assert offload.is_offloaded(pipe.transformer)
+    assert offload.why_not_carried(pipe.transformer) == ""
+    with offload.without_offload(pipe.transformer):
+        found = pipe.transformer.state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert not offload.is_offloaded(pipe.transformer)
+    assert {value.device.type for value in pipe.transformer.parameters()} == {"meta"}
+    assert offload.is_offloaded(pipe.transformer)
+
+
+def test_what_is_moved_in_another_way_is_named() -> None:
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    from wanshim.adapters.diffusers import offload
+
+    model = wan_pipelines.wan().transformer
+    add_hook_to_module(model.blocks[1], ModelHook())
+    assert offload.why_not_carried(model) == "(blocks.1) is moved by accelerate (ModelHook, as of device_map)"

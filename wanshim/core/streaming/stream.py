@@ -78,6 +78,7 @@ class StreamHandle:
         self._attached.remove()
         self.model = model
         _guard_moves(model, self.ring.blocks, self._attached)
+        _move(model, self.ring.device, Undo())  # buffers are new tensors on the device, not the same ones moved
         _connect(self, find_blocks(model)[1])
 
     def remove(self) -> None:
