@@ -3,7 +3,7 @@
 # make chromium  a browser for the tests of the monitor's page, where there is none
 # make newest  the newest row of each framework with the newest of what it depends on
 # make demo    train a LoRA on a real clip, unsplit and split
-# make matrix  the contract tests of every tox row of compat_matrix.yaml; make matrix ROW=diffsynth-2.0.0 for one
+# make matrix  the contract tests of every tox row of compat_matrix.yaml, and all sweeps; ROW=diffsynth-2.0.0 for one
 # make record  one row, whose environment then goes into compat_matrix.yaml: make record ROW=diffsynth-2.0.0
 # make ci      make test, make slow, then the rows labelled ci without their slow tests
 # make gpu-tests  every test that needs a GPU, with the Python that PYTHON names, and the record of them

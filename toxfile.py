@@ -2,6 +2,7 @@
 
 test                  unit, distributed and contract tests and the roads on the newest DiffSynth row, but the slow ones:
                       `make slow` and CI run these in the same environment, except kit and sweep
+sweeps                what is marked sweep, but for that of the newest DiffSynth row, which runs its own
 diffsynth-2.0.0 ...   the contract tests of one row's framework at its version
 core-torch29 ...      what does not depend on a framework, across torch, wrapt and Python
 lowest                the same with the lowest release that each requirement of wanshim's own admits
@@ -48,6 +49,7 @@ TORCH = ["torch", "numpy", "safetensors"]
 # order of their names: by number of tests the longest, of few tests, would come last.
 PYTEST = ["python", "-m", "pytest", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
 QUICK = ["-m", "not slow"]
+SWEEPS = "sweeps"
 # name -> (what it installs, Python, tests). They stand across the rows: no framework is in them. The long sweeps run
 # once on either side of torch.
 CROSS_ROWS: dict[str, tuple[list[str], str, list[str]]] = {
@@ -126,7 +128,7 @@ def tox_add_option(parser: Any) -> None:
 
 @impl
 def tox_extend_envs() -> Iterator[str]:
-    yield from ["test", *(row.tox_environment for row in rows()), *CROSS_ROWS]
+    yield from ["test", SWEEPS, *(row.tox_environment for row in rows()), *CROSS_ROWS]
 
 
 @impl
@@ -136,6 +138,8 @@ def tox_add_core_config(core_conf: Any, state: Any) -> None:
     # On whatever Python runs it; a row's tests are held to the Python that the row names.
     quick = [*QUICK, *_files(EVERYWHERE), _contract(newest)]
     _add(state, "test", newest.install, quick, title, row=newest)
+    long = ["-m", "sweep", *_files(EVERYWHERE)]
+    _add(state, SWEEPS, newest.install, long, "the sweeps outside the contract tests", (), newest, newest.python)
     for row in rows():
         labels = ["matrix-ci"] * (row.ci and row != newest) + ["newest"] * (row == rows_of(row.framework)[-1])
         paths = [_contract(row), *kit_arguments(row), *unclaimed_arguments(row), *sweep_arguments(row)]

@@ -1,6 +1,6 @@
 """Runs the tox rows of compat_matrix.yaml and the cross rows, one after the other, and closes with one table.
 
-make matrix              every row
+make matrix              every row, and the sweeps that are in none
 make matrix ROW="A B"    those; `ROW=--list` names them all
 make record ROW=A        that row, and once it has passed compat_matrix.yaml says so: the date, the commit, how many of
                          each cell's tests passed, and the exact versions that pip's metadata names in its environment
@@ -256,10 +256,10 @@ def _cells(line: Line) -> tuple[str, ...]:
 
 
 def main(names: list[str]) -> int:
-    from toxfile import CROSS_ROWS, rows  # the checkout's own list of environments; only here is tox needed
+    from toxfile import CROSS_ROWS, SWEEPS, rows  # the checkout's own list of environments; only here is tox needed
 
     known: dict[str, Row | None] = {row.tox_environment: row for row in rows()}
-    known.update(dict.fromkeys(CROSS_ROWS))
+    known.update(dict.fromkeys([SWEEPS, *CROSS_ROWS]))
     if names == ["--list"]:
         print("\n".join(known))
         return 0

@@ -133,7 +133,9 @@ def by_kubernetes(folder: Path, processes: int) -> None:
 
 @pytest.mark.slow  # two launchers and their ranks, each of which imports torch
 @needs_namespaces
-@pytest.mark.parametrize(("launch", "processes"), [(by_slurm, 1), (by_kubernetes, 2)])
+@pytest.mark.parametrize(
+    ("launch", "processes"), [pytest.param(by_slurm, 1, marks=pytest.mark.sweep), (by_kubernetes, 2)]
+)
 def test_ranks_of_two_nodes_join_and_carry_the_same_patches(
     tmp_path: Path, launch: Callable[[Path, int], None], processes: int
 ) -> None:

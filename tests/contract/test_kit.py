@@ -102,7 +102,7 @@ def faults(checked: Contract, *names: str) -> dict[str, str]:
     "names",
     [
         ("instance_attribute_is_detected", "compiled_equals_eager", "order_AI"),  # what a function seam has not
-        pytest.param((), marks=pytest.mark.slow),
+        pytest.param((), marks=pytest.mark.sweep),
     ],
     ids=["own", "all"],
 )

@@ -38,7 +38,6 @@ DEEPSPEED = {
 }
 # As a module it does not import what its other commands need, a second for each start.
 ACCELERATE_LAUNCH = (sys.executable, "-m", "accelerate.commands.launch")
-slow = pytest.mark.slow  # real launchers: `make test` has one of each
 SENTENCE = "A split is one process over all its GPUs; 2 were started for 2 devices: add --num_processes 1"
 
 
@@ -103,11 +102,19 @@ def test_accelerate_without_a_number_of_processes_starts_one_over_all_devices(ma
     ("command", "strict"),
     [
         ((tool("accelerate"), "launch", "--num_processes", "2", "train.py"), "0"),
-        ((*ACCELERATE_LAUNCH, "--num-processes=2", "train.py"), "1"),
-        ((tool("accelerate"), "launch", "--multi_gpu", "train.py"), "0"),
+        pytest.param((*ACCELERATE_LAUNCH, "--num-processes=2", "train.py"), "1", marks=pytest.mark.sweep),
+        pytest.param((tool("accelerate"), "launch", "--multi_gpu", "train.py"), "0", marks=pytest.mark.sweep),
         ((tool("torchrun"), "--nproc-per-node", "2", "train.py"), "1"),
-        ((sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "train.py"), "0"),
-        (("nohup", "env", "A=1", tool("torchrun"), "--nproc-per-node", "2", "train.py"), "0"),
+        pytest.param(
+            (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "train.py"),
+            "0",
+            marks=pytest.mark.sweep,
+        ),
+        pytest.param(
+            ("nohup", "env", "A=1", tool("torchrun"), "--nproc-per-node", "2", "train.py"),
+            "0",
+            marks=pytest.mark.sweep,
+        ),
         (("sh", "-c", f"{tool('torchrun')} --nproc-per-node 2 train.py; exit $?"), "0"),
     ],
     ids=["accelerate", "module", "multi_gpu", "torchrun", "torch.distributed.run", "nohup", "shell"],
@@ -138,9 +145,19 @@ def test_number_in_accelerates_configuration_that_contradicts_the_split_ends_wit
     ("command", "variables", "engine"),
     [
         (("accelerate", "launch", "--use_fsdp", "train.py"), {"WANSHIM_PLAN": "sequence"}, "FSDP"),
-        (("accelerate", "launch", "--config_file", "fsdp.yaml", "train.py"), {"WANSHIM_PLAN": "stream"}, "FSDP"),
+        pytest.param(
+            ("accelerate", "launch", "--config_file", "fsdp.yaml", "train.py"),
+            {"WANSHIM_PLAN": "stream"},
+            "FSDP",
+            marks=pytest.mark.sweep,
+        ),
         (("accelerate", "launch", "--use_deepspeed", "train.py"), {"WANSHIM_DEVICES": "cpu,cpu"}, "DeepSpeed"),
-        (("torchrun", "--nproc-per-node", "2", "train.py"), {"WANSHIM_PLAN": "sequence"}, "FSDP"),
+        pytest.param(
+            ("torchrun", "--nproc-per-node", "2", "train.py"),
+            {"WANSHIM_PLAN": "sequence"},
+            "FSDP",
+            marks=pytest.mark.sweep,
+        ),
     ],
     ids=["option", "configuration", "deepspeed", "variable"],
 )
@@ -168,7 +185,7 @@ def test_two_processes_with_a_split_each_start(machine: Machine) -> None:
     assert machine.started == {"0": "2 WANSHIM_DEVICES", "1": "2 WANSHIM_DEVICES"}
 
 
-@slow
+@pytest.mark.slow
 def test_plan_of_a_process_a_gpu_leaves_the_launcher_its_default(machine: Machine) -> None:
     done = machine.run(*ACCELERATE_LAUNCH, "train.py", WANSHIM_DEVICES="", WANSHIM_PLAN="stream")
     assert done.returncode == 0, done.stderr
@@ -176,14 +193,14 @@ def test_plan_of_a_process_a_gpu_leaves_the_launcher_its_default(machine: Machin
     assert "added" not in done.stderr
 
 
-@slow
+@pytest.mark.slow
 def test_split_of_all_gpus_by_plan_is_one_process_too(machine: Machine) -> None:
     done = machine.run(*ACCELERATE_LAUNCH, "train.py", WANSHIM_DEVICES="", WANSHIM_PLAN="split")
     assert done.returncode == 0, done.stderr
     assert machine.started == {"0": "1 WANSHIM_PLAN"}
 
 
-@slow
+@pytest.mark.slow
 def test_every_process_of_a_launcher_that_run_cannot_see_ends_before_the_script(machine: Machine) -> None:
     """As one that is no Python: nothing is known of it before its processes come up."""
     names = "RANK=$r LOCAL_RANK=$r WORLD_SIZE=2 LOCAL_WORLD_SIZE=2"
@@ -193,7 +210,7 @@ def test_every_process_of_a_launcher_that_run_cannot_see_ends_before_the_script(
     assert SENTENCE in done.stderr
 
 
-@slow
+@pytest.mark.slow
 def test_activate_in_the_script_raises_in_every_process(machine: Machine) -> None:
     machine.write_script("wanshim.activate()")
     done = machine.run(tool("torchrun"), "--nproc-per-node", "2", "train.py", by_wanshim=False)

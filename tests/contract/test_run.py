@@ -514,8 +514,8 @@ def test_patch_that_fails_on_import_ends_the_program_under_strict(tmp_path: Path
     ("variable", "value"),
     [
         ("WANSHIM_FEATURES", "nope"),
-        pytest.param("WANSHIM_FEATURES", "vllm_omni", marks=pytest.mark.slow),
-        pytest.param("WANSHIM_PLAN", "nope", marks=pytest.mark.slow),
+        pytest.param("WANSHIM_FEATURES", "vllm_omni", marks=pytest.mark.sweep),
+        pytest.param("WANSHIM_PLAN", "nope", marks=pytest.mark.sweep),
     ],
 )
 def test_child_that_cannot_activate_ends_under_strict(variable: str, value: str) -> None:

@@ -90,7 +90,7 @@ def test_checkout_without_symbolic_links_builds_nothing_and_says_why(tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "pattern", [pytest.param("*.whl", id="wheel"), pytest.param("*.tar.gz", id="sdist", marks=pytest.mark.slow)]
+    "pattern", [pytest.param("*.whl", id="wheel"), pytest.param("*.tar.gz", id="sdist", marks=pytest.mark.sweep)]
 )
 def test_archive_in_an_empty_environment_works_and_finds_no_framework(
     built: Path, tmp_path: Path, pattern: str

@@ -70,7 +70,7 @@ def without_one(rank: int, size: int, victim: int, kind: str) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["SIGKILL", "SIGSTOP"])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.sweep)])
 def test_rank_that_is_not_there_is_named_in_time_and_a_stopped_one_that_goes_on_meets_the_others(
     size: int, kind: str
 ) -> None:

@@ -52,7 +52,7 @@ class Road:
         silent: what is not printed.
         gpus: how many it needs.
         on_cpu: if False, it needs a GPU's kernels, or is another one there.
-        quick: part of `make test`.
+        sweep: left to `make matrix`, for another road of `make slow` has its launcher, its plan and its ranks.
         status: that it ends with; a refusal leaves no result to compare.
     """
 
@@ -64,7 +64,7 @@ class Road:
     silent: tuple[str, ...] = ()
     gpus: int = 1
     on_cpu: bool = True
-    quick: bool = False
+    sweep: bool = False
     status: int = 0
 
     @property
@@ -86,12 +86,13 @@ TRAINING = (
     Road("wanshim run --gpus 4 -- python train.py ...", apart=ROUNDING, arguments=FP32, gpus=4, says=(SPLIT,),
          on_cpu=False),  # on the CPU it is that of two
     Road("WANSHIM_VAE_ENCODE=auto wanshim run --gpus 4 -- python train.py ...", apart=ROUNDING, arguments=FP32, gpus=4,
-         says=(SPLIT, "diffsynth.vae_encode exercised")),
+         says=(SPLIT, "diffsynth.vae_encode exercised"), sweep=True),
     Road("WANSHIM_PLAN=sequence wanshim run -- accelerate launch --num_processes 4 train.py ...", apart=ROUNDING,
-         arguments=FP32, gpus=4, says=(SPLIT,)),
+         arguments=FP32, gpus=4, says=(SPLIT,), sweep=True),
     Road("WANSHIM_PLAN=sequence:2 wanshim run -- accelerate launch --num_processes 4 train.py ...", apart=ROUNDING,
          reference="accelerate launch --num_processes 2 train.py ...", arguments=FP32, gpus=4, says=(SPLIT,)),
-    Road("WANSHIM_DEVICES=cuda:0,cuda:1 wanshim run -- accelerate launch train.py ...", gpus=2, says=(SPLIT,)),
+    Road("WANSHIM_DEVICES=cuda:0,cuda:1 wanshim run -- accelerate launch train.py ...", gpus=2, says=(SPLIT,),
+         sweep=True),
     Road("WANSHIM_DEVICES=cuda:0,cuda:1 wanshim run -- torchrun --nproc-per-node 1 train.py ...", gpus=2,
          says=(SPLIT,)),
     Road("WANSHIM_DEVICES=cuda:0,cuda:1 wanshim run -- torchrun --nproc-per-node 1 train.py ... "
@@ -99,17 +100,17 @@ TRAINING = (
          apart=ROUNDING, arguments=FP32, gpus=2, says=(SPLIT, "micro-batches in a pipeline")),
     Road("WANSHIM_DEVICES=cuda:0,cuda:1 wanshim run -- accelerate launch train.py ... --gradient_accumulation_steps 4",
          reference="python train.py ... --gradient_accumulation_steps 4", apart=ROUNDING, arguments=FP32, gpus=2,
-         says=(SPLIT,)),
+         says=(SPLIT,), sweep=True),
     Road("WANSHIM_PLAN=stream wanshim run -- accelerate launch --num_processes 2 train.py ...", gpus=2,
-         reference="accelerate launch --num_processes 2 train.py ...", says=(SPLIT,)),
-    Road("WANSHIM_PLAN=stream wanshim run -- python train.py ...", arguments=FP32, says=(SPLIT,), quick=True),
+         reference="accelerate launch --num_processes 2 train.py ...", says=(SPLIT,), sweep=True),
+    Road("WANSHIM_PLAN=stream wanshim run -- python train.py ...", arguments=FP32, says=(SPLIT,)),
     Road("wanshim run --gpus 1 -- python train.py ...", says=(SPLIT,), on_cpu=False),
     Road("wanshim run --gpus 1 -- python train.py ... --use_gradient_checkpointing", arguments=TRAIN, says=(SPLIT,),
          on_cpu=False),
     Road("wanshim run --fast -- python train.py ...", apart=0.9,
          says=("WANSHIM_FAST turned on", "diffsynth.compiled_blocks exercised"), on_cpu=False),
     Road("WANSHIM_PROGRESS_DIR=training_logs wanshim run -- accelerate launch train.py ...", reference=ACCELERATE,
-         says=("diffsynth.progress exercised",)),
+         says=("diffsynth.progress exercised",), sweep=True),
     Road("WANSHIM_RESUME=auto wanshim run -- accelerate launch train.py ...", reference=ACCELERATE,
          says=("diffsynth.resume exercised",)),
     Road("WANSHIM_OFFLOAD=on wanshim run -- accelerate launch train.py ... --use_gradient_checkpointing",
@@ -152,7 +153,8 @@ SEVERAL_GPUS = tuple(
 )  # fmt: skip
 GENERATION = tuple(
     Road(f"wanshim generate --gpus {gpus} -- python pipeline.py ...", reference="python pipeline.py ...", apart=apart,
-         arguments=arguments, says=(says, "diffusers.generate exercised"), gpus=gpus, on_cpu=gpus == 2)
+         arguments=arguments, says=(says, "diffusers.generate exercised"), gpus=gpus, on_cpu=gpus == 2,
+         sweep=arguments != "bfloat16 2")
     for gpus, arguments, apart, says in (
         (2, "float32 1", 0.0, "guidance over 2, bit for bit"),
         (2, "bfloat16 2", 0.0, "guidance over 2, bit for bit"),
@@ -166,10 +168,10 @@ REFUSED = tuple(
 )  # fmt: skip
 DECODING = tuple(
     Road(f"{variable} wanshim run -- {launcher} {script}", reference=f"python {script} ...", arguments=arguments,
-         says=(f"{feature} exercised",), gpus=gpus, on_cpu=gpus > 1)
-    for variable, feature, script in (
-        ("WANSHIM_VAE_MODE=auto", "diffusers.vae_decode", "generate.py"),
-        ("WANSHIM_VAE_ENCODE=auto", "diffusers.vae_encode", "your_script.py"),
+         says=(f"{feature} exercised",), gpus=gpus, on_cpu=gpus > 1, sweep=arguments != slow)
+    for variable, feature, script, slow in (
+        ("WANSHIM_VAE_MODE=auto", "diffusers.vae_decode", "generate.py", "2.1 float32 1"),
+        ("WANSHIM_VAE_ENCODE=auto", "diffusers.vae_encode", "your_script.py", "2.2 bfloat16 2"),
     )
     for launcher, gpus in (("torchrun --nproc-per-node 2", 2), ("python", 1))
     for arguments in ("2.1 float32 1", "2.2 bfloat16 2", "2.1 float16 3")
@@ -178,30 +180,33 @@ DECODING = tuple(
 TWO_RANKS = "sh ranks.sh python train.py ..."
 AS_THEY_ARE = (
     Road("WANSHIM_PLAN=stream wanshim run -- python train.py ... --always_checkpoints", arguments=TRAIN,
-         reference="python train.py ... --always_checkpoints", says=(SPLIT,)),
+         reference="python train.py ... --always_checkpoints", says=(SPLIT,), sweep=True),
     Road(f"WANSHIM_PLAN=sequence wanshim run -- {TWO_RANKS}", apart=ROUNDING, arguments=FP32, gpus=2,
-         says=(SPLIT, "sequence parallel over 2 ranks")),
+         says=(SPLIT, "sequence parallel over 2 ranks"), sweep=True),
     Road("wanshim run --gpus 2 -- python train.py ... --reduces --validates --stamped", apart=ROUNDING,
          reference="python train.py ... --reduces --validates --stamped", arguments=FP32, gpus=2,
          says=(SPLIT, "validated ")),
     Road("WANSHIM_STRICT=1 wanshim run --gpus 2 -- python start.py train.py ...", apart=ROUNDING, arguments=FP32,
          gpus=2, says=(SPLIT, "sequence parallel over 2 ranks"), silent=("no effect",)),
     Road("WANSHIM_RESUME=auto wanshim run --gpus 2 -- nohup python train.py ...", apart=ROUNDING,
-         arguments=FP32, gpus=2, says=(SPLIT, "diffsynth.resume exercised")),
+         arguments=FP32, gpus=2, says=(SPLIT, "diffsynth.resume exercised"), sweep=True),
     Road("WANSHIM_STRICT=1 wanshim run --gpus 2 -- python train.py ... --task sft:data_process", gpus=2,
-         reference="python train.py ... --task sft:data_process"),
+         reference="python train.py ... --task sft:data_process", sweep=True),
     Road("CC=no-such-compiler CXX=no-such-compiler WANSHIM_COMPILE=1 wanshim run -- python train.py ...",
-         apart=ROUNDING, arguments=FP32),
+         apart=ROUNDING, arguments=FP32, sweep=True),
     Road("wanshim generate --gpus 2 -- python pipeline.py ...", reference="python pipeline.py ...", gpus=2,
-         arguments="float32 1 anew", says=("guidance over 2, bit for bit", "diffusers.generate exercised")),
+         arguments="float32 1 anew", says=("guidance over 2, bit for bit", "diffusers.generate exercised"),
+         sweep=True),
 )  # fmt: skip
 ROADS = (*TRAINING, *ONE_GPU, *SEVERAL_GPUS, *REFUSED, *DECODING, *GENERATION, *AS_THEY_ARE)
 
 
 def on_cpu(roads: Iterable[Road]) -> list[Any]:
-    """Parameters of a test for those that run without a GPU; those that are not quick are slow."""
+    """Parameters of a slow test for those that run without a GPU."""
     return [
-        pytest.param(road, marks=() if road.quick else pytest.mark.slow, id=road.name) for road in roads if road.on_cpu
+        pytest.param(road, marks=[pytest.mark.slow] + [pytest.mark.sweep] * road.sweep, id=road.name)
+        for road in roads
+        if road.on_cpu
     ]
 
 

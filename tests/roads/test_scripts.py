@@ -1,4 +1,4 @@
-"""Roads with what users' scripts and machines have, on the CPU: a few in `make test`, all in `make slow`."""
+"""Roads with what users' scripts and machines have, on the CPU: some in `make slow`, all in `make matrix`."""
 
 from __future__ import annotations
 

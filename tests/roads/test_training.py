@@ -1,4 +1,4 @@
-"""Roads of training on the CPU, ranks over gloo: a few in `make test`, all in `make slow`."""
+"""Roads of training on the CPU, ranks over gloo: some in `make slow`, all in `make matrix`."""
 
 from __future__ import annotations
 

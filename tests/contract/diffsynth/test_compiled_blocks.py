@@ -37,8 +37,8 @@ def _own_graphs() -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["t2v", *(pytest.param(name, marks=pytest.mark.slow) for name in ("i2v", "vace"))])
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("name", ["t2v", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("i2v", "vace"))])
 def test_variant_gives_nearly_the_same_loss_and_gradients(
     name: str, compiler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,13 +65,13 @@ RUNS = {
 }
 
 
-QUICK = ("alone", "split, attention kept")
+FEW = ("alone", "split, attention kept")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "variables",
-    [pytest.param(given, id=name, marks=[pytest.mark.slow] * (name not in QUICK)) for name, given in RUNS.items()],
+    [pytest.param(given, id=name, marks=[pytest.mark.sweep] * (name not in FEW)) for name, given in RUNS.items()],
 )
 def test_run_compiles_one_graph_and_learns_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]

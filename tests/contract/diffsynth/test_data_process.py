@@ -51,7 +51,11 @@ def numbers(folder: Path) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("gpus", "samples", "expected"),
-    [(2, 5, [[0, 2, 4], [1, 3]]), pytest.param(3, 1, [[0]], marks=pytest.mark.sweep), (1, 2, [[0, 1]])],
+    [
+        (2, 5, [[0, 2, 4], [1, 3]]),
+        pytest.param(3, 1, [[0]], marks=pytest.mark.sweep),
+        pytest.param(1, 2, [[0, 1]], marks=pytest.mark.sweep),
+    ],
     ids=["uneven", "fewer samples than ranks", "one process"],
 )
 def test_each_sample_is_encoded_once_which_is_said_and_passes_strict(

@@ -43,12 +43,12 @@ RUNS = {
     "pipeline": {"DEVICES": "cpu,cpu"},
     "streamed, compiled": {"PLAN": "stream:3", "COMPILE": "1"},
 }
-SLOW = ("alone, compiled", "streamed, compiled")
+MARKS = {"alone, compiled": [pytest.mark.slow], "streamed, compiled": [pytest.mark.slow, pytest.mark.sweep]}
 
 
 @pytest.mark.parametrize(
     "variables",
-    [pytest.param(given, marks=[pytest.mark.slow] * (name in SLOW)) for name, given in RUNS.items()],
+    [pytest.param(given, marks=MARKS.get(name, ())) for name, given in RUNS.items()],
     ids=RUNS.keys(),
 )
 def test_run_multiplies_in_eight_bits_and_learns_nearly_the_same(
@@ -152,7 +152,7 @@ def least_that_fits(job: TrainingJob, limits: Limits) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asked", ["FAST", "COMPUTE"])
+@pytest.mark.parametrize("asked", ["FAST", pytest.param("COMPUTE", marks=pytest.mark.sweep)])
 def test_fast_trains_without_what_the_step_does_not_fit_with(
     asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -33,7 +33,9 @@ def test_fp8_lora_without_the_feature_gets_no_gradient(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("deterministic_kernels")
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["keep", "checkpoint"])
+@pytest.mark.parametrize(
+    "checkpointing", [pytest.param(False, marks=pytest.mark.sweep), True], ids=["keep", "checkpoint"]
+)
 @pytest.mark.parametrize("name", OWNERS)
 def test_fp8_lora_gives_the_gradients_of_the_same_base_dequantised(name: str, checkpointing: bool) -> None:
     if name == "s2v" and checkpointing:

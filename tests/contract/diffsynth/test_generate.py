@@ -47,13 +47,13 @@ def run(
     return frames
 
 
-QUICK = ("t2v", "i2v", "vace", "pair")
+FEW = ("i2v", "pair")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in QUICK)) for kind in wan_pipelines.MADE],
+    [pytest.param(kind, marks=[pytest.mark.sweep] * (kind not in FEW)) for kind in wan_pipelines.MADE],
 )
 def test_frames_of_two_processes_are_those_of_one(shared: SharedPipeline, kind: str) -> None:
     pipe = wan_pipelines.MADE[kind]()

@@ -41,9 +41,9 @@ HAS_FAULT = decide(FEATURE, FRAMEWORK, load(), Settings()).verdict is Verdict.PA
 SAMPLES = 7  # neither 2 nor 4 divides it: the last step of an epoch is a partial one
 
 
-def slow(value: Any) -> Any:
-    """Not in `make test`."""
-    return pytest.param(value, marks=pytest.mark.slow)
+def sweep(value: Any) -> Any:
+    """Left to `make matrix`."""
+    return pytest.param(value, marks=pytest.mark.sweep)
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def notes(name: str = NAME) -> tuple[str, ...]:
 @pytest.mark.slow
 @pytest.mark.skipif(HAS_FAULT, reason="the installed release has the fault")
 @pytest.mark.usefixtures("own_loop")
-@pytest.mark.parametrize("accumulation", [2, 4, slow(7)])
+@pytest.mark.parametrize("accumulation", [2, 4, sweep(7)])
 def test_release_that_is_native_counts_every_micro_batch_by_itself(
     tmp_path: Path, steps: list[Tensors], accumulation: int
 ) -> None:
@@ -136,7 +136,7 @@ def test_release_that_is_native_counts_every_micro_batch_by_itself(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("accumulation", [2, slow(4)])
+@pytest.mark.parametrize("accumulation", [2, sweep(4)])
 def test_accumulation_without_the_feature_steps_on_the_last_micro_batch_alone(
     tmp_path: Path, steps: list[Tensors], accumulation: int
 ) -> None:
@@ -150,7 +150,7 @@ def test_accumulation_without_the_feature_steps_on_the_last_micro_batch_alone(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("accumulation", [4, slow(2), slow(3), slow(7)])
+@pytest.mark.parametrize("accumulation", [4, sweep(2), sweep(3), sweep(7)])
 def test_accumulation_gives_the_gradients_and_lora_of_a_right_loop_by_hand(
     tmp_path: Path, steps: list[Tensors], accumulation: int
 ) -> None:
@@ -246,8 +246,8 @@ def activate_in_turn(*names: str) -> Callable[[], None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", [slow((NAME, SPLIT)), (SPLIT, NAME)], ids=["split outside", "split inside"])
-@pytest.mark.parametrize("pipeline", ["1", slow("0")], ids=["pipeline", "serial"])
+@pytest.mark.parametrize("order", [sweep((NAME, SPLIT)), (SPLIT, NAME)], ids=["split outside", "split inside"])
+@pytest.mark.parametrize("pipeline", ["1", sweep("0")], ids=["pipeline", "serial"])
 def test_accumulation_over_a_split_writes_the_files_of_the_unsplit_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: tuple[str, str], pipeline: str
 ) -> None:
@@ -264,7 +264,7 @@ def test_accumulation_over_a_split_writes_the_files_of_the_unsplit_model(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", [slow((NAME, PROGRESS, SPLIT)), (PROGRESS, SPLIT, NAME)], ids=["first", "last"])
+@pytest.mark.parametrize("order", [sweep((NAME, PROGRESS, SPLIT)), (PROGRESS, SPLIT, NAME)], ids=["first", "last"])
 def test_accumulation_under_progress_and_split_writes_the_same_files_and_every_feature_is_exercised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: tuple[str, ...]
 ) -> None:

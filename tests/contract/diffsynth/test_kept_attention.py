@@ -149,10 +149,14 @@ RUNS = {
     "streamed": {"PLAN": "stream:3"},
     "streamed, checkpoints offloaded": {"PLAN": "stream:4", "OFFLOAD": "on"},
 }
+FEW = ("split", "streamed, checkpoints offloaded")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variables", RUNS.values(), ids=RUNS.keys())
+@pytest.mark.parametrize(
+    "variables",
+    [pytest.param(given, id=name, marks=[pytest.mark.sweep] * (name not in FEW)) for name, given in RUNS.items()],
+)
 def test_planned_run_keeps_attention_and_writes_the_same_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
 ) -> None:
@@ -378,7 +382,7 @@ def _fail(*_: object, **__: object) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("why", ["no size", "no shapes"])
+@pytest.mark.parametrize("why", ["no size", pytest.param("no shapes", marks=pytest.mark.sweep)])
 def test_attention_that_was_asked_for_is_kept_where_nothing_is_predicted(
     why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

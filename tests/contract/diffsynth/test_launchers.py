@@ -19,7 +19,6 @@ LAUNCHERS = {
     ),
     "accelerate_cpu": (1, ["accelerate", "launch", "--cpu", "--num_processes", "1", *ONE_MACHINE]),
 }
-slow = pytest.mark.slow  # each is several processes that import all of DiffSynth; `make test` has the one of torchrun
 # What a training script does; it knows nothing of wanshim but the look at the end.
 WORKER = """
 import json, os, sys
@@ -38,9 +37,10 @@ Path("answers", f"{os.getpid()}.json").write_text(json.dumps(found))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # each is several processes, and those of accelerate import all of DiffSynth
 @pytest.mark.parametrize(
-    "launcher", ["torchrun", pytest.param("accelerate", marks=slow), pytest.param("accelerate_cpu", marks=slow)]
+    "launcher",
+    ["torchrun", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("accelerate", "accelerate_cpu"))],
 )
 def test_every_worker_has_the_feature_applied_and_called(launcher: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(WORKER)
@@ -52,9 +52,10 @@ def test_every_worker_has_the_feature_applied_and_called(launcher: str, tmp_path
     assert found == [{"answer": [1, 16, 3, 8, 8], "state": "exercised", "calls": 1}] * workers
 
 
-@slow
+@pytest.mark.slow
 def test_worker_of_a_launcher_without_wanshim_run_has_nothing(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(WORKER)
+    light_diffsynth(tmp_path)
     launcher = [tool("torchrun"), "--standalone", "--nproc_per_node", "1"]
     (worker,) = answers_under_run(tmp_path, FEATURE, *launcher, "train.py", prefix=False)
     assert worker["state"] == "no wanshim"

@@ -123,7 +123,9 @@ def test_bad_split_is_one_clear_error_and_leaves_nothing(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("two_stages")
-@pytest.mark.parametrize("name", ["LongCatVideoTransformer3DModel", "WanAnimate2Transformer"])
+@pytest.mark.parametrize(
+    "name", ["LongCatVideoTransformer3DModel", pytest.param("WanAnimate2Transformer", marks=pytest.mark.sweep)]
+)
 def test_dit_that_cannot_be_split_is_refused_by_name(
     files: wan_checkpoint.CheckpointFiles, tmp_path: Path, name: str
 ) -> None:

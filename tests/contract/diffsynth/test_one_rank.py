@@ -76,5 +76,6 @@ def test_folder_that_ranks_name_differently_is_the_first_one_s_and_made_once(
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_collectives_of_two_groups_are_those_of_two_processes(tmp_path: Path) -> None:
     check_world(trained(tmp_path, 4, WANSHIM_PLAN="sequence:2")[1], groups=2)

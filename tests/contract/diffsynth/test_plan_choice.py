@@ -45,7 +45,7 @@ def test_accumulation_gives_a_pipeline_and_the_plan_says_so(tmp_path: Path, monk
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("expandable", [False, pytest.param(True, marks=pytest.mark.sweep)])
 def test_pipeline_needs_memory_for_what_the_allocator_leaves_unused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expandable: bool
 ) -> None:

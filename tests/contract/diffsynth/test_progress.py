@@ -36,13 +36,13 @@ def lines(path: Path) -> list[dict[str, Any]]:
 OPTIONS = ["--epochs", "2", "--accumulation", "3", "--clock", "--seconds", "0.5", "--save-steps", "4"]
 
 
-@pytest.mark.slow  # several processes; `make test` has the one of the next test
+@pytest.mark.slow  # several processes
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("processes", "samples", "options", "variables"),
     [
-        (2, 13, [], {}),
-        (1, 7, [], {"WANSHIM_DEVICES": "cpu,cpu"}),
+        pytest.param(2, 13, [], {}, marks=pytest.mark.sweep),
+        pytest.param(1, 7, [], {"WANSHIM_DEVICES": "cpu,cpu"}, marks=pytest.mark.sweep),
         (2, 13, ["--split"], {}),
     ],
     ids=["two processes", "split", "two processes, each split"],

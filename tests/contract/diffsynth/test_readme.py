@@ -18,6 +18,7 @@ from wanshim.patching.verdict import Verdict
 
 pytestmark = [
     pytest.mark.slow,  # a launcher and two processes that import all of DiffSynth
+    pytest.mark.sweep,  # `make slow` has the same road in tests/roads
     pytest.mark.road,
     pytest.mark.timeout(600),
     pytest.mark.skipif(

@@ -75,9 +75,9 @@ def note() -> str:
     [
         ({}, 3),
         ({"accumulation": 3, "workers": 2, "save_steps": 2}, 11),  # groups of 3, 3 and 1 an epoch
-        pytest.param({"workers": 2}, 9, marks=pytest.mark.slow),
+        pytest.param({"workers": 2}, 9, marks=pytest.mark.sweep),
         ({"customized_optimizer": "torch.optim.RMSprop", "save_steps": 3}, 6),  # the last batch of an epoch
-        pytest.param({"customized_optimizer": f"{resume_job.__name__}.Nested"}, 5, marks=pytest.mark.slow),
+        pytest.param({"customized_optimizer": f"{resume_job.__name__}.Nested"}, 5, marks=pytest.mark.sweep),
     ],
 )
 def test_resumed_run_has_the_samples_draws_losses_and_files_of_the_undisturbed_one(
@@ -125,21 +125,21 @@ KEEP_ATTENTION = {"WANSHIM_KEEP": "attention", "WANSHIM_OFFLOAD": "on"}
 @pytest.mark.parametrize(
     ("processes", "variables", "job", "says"),
     [
-        pytest.param(1, KEEP_ATTENTION, {}, "attentions kept", marks=pytest.mark.slow),
-        pytest.param(1, KEPT_IN_INT8, {"workers": 2}, "multiply in int8", marks=pytest.mark.slow),
+        pytest.param(1, KEEP_ATTENTION, {}, "attentions kept", marks=pytest.mark.sweep),
+        pytest.param(1, KEPT_IN_INT8, {"workers": 2}, "multiply in int8", marks=pytest.mark.sweep),
         (1, {"WANSHIM_PLAN": "stream", "WANSHIM_OFFLOAD": "on"}, {"accumulation": 2, "sizes": {"layers": 4}},
          "streaming 2 of 4"),
-        pytest.param(1, OVER_TWO | {"WANSHIM_BASE": "float8"}, {}, "float8_e4m3fn 86 %", marks=pytest.mark.slow),
-        pytest.param(1, OVER_TWO | {"WANSHIM_BASE": "int8"}, {}, "int8 86 %", marks=pytest.mark.slow),
+        pytest.param(1, OVER_TWO | {"WANSHIM_BASE": "float8"}, {}, "float8_e4m3fn 86 %", marks=pytest.mark.sweep),
+        pytest.param(1, OVER_TWO | {"WANSHIM_BASE": "int8"}, {}, "int8 86 %", marks=pytest.mark.sweep),
         pytest.param(2, {"WANSHIM_PLAN": "sequence", "WANSHIM_BASE": "int8"}, {}, "are stored as int8",
-                     marks=pytest.mark.slow),
+                     marks=pytest.mark.sweep),
         (1, OVER_TWO | {"WANSHIM_PLAN": "pipeline"}, {"accumulation": 3}, "micro-batches in a pipeline of 2"),
         (2, {"WANSHIM_PLAN": "sequence"}, {}, "the tokens of each sample over 2"),
-        pytest.param(4, {"WANSHIM_PLAN": "sequence:2"}, {}, "2 groups", marks=pytest.mark.slow),
-        pytest.param(4, {}, {"samples": 15}, "goes on", marks=pytest.mark.slow),
+        pytest.param(4, {"WANSHIM_PLAN": "sequence:2"}, {}, "2 groups", marks=pytest.mark.sweep),
+        pytest.param(4, {}, {"samples": 15}, "goes on", marks=pytest.mark.sweep),
         pytest.param(2, {"WANSHIM_PLAN": "stream"}, {"sizes": {"layers": 4}}, "streaming 2 of 4",
-                     marks=pytest.mark.slow),
-        pytest.param(1, {"WANSHIM_COMPILE": "1"}, {}, "graphs compiled", marks=pytest.mark.slow),
+                     marks=pytest.mark.sweep),
+        pytest.param(1, {"WANSHIM_COMPILE": "1"}, {}, "graphs compiled", marks=pytest.mark.sweep),
     ],
 )  # fmt: skip
 def test_under_every_plan_the_resumed_run_is_the_run(
@@ -160,7 +160,7 @@ def test_under_every_plan_the_resumed_run_is_the_run(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("workers", "at"), [(0, 4), pytest.param(2, 4, marks=pytest.mark.slow), (2, 9)])
+@pytest.mark.parametrize(("workers", "at"), [(0, 4), pytest.param(2, 4, marks=pytest.mark.sweep), (2, 9)])
 def test_generators_that_the_dataset_holds_go_on_where_they_were(tmp_path: Path, workers: int, at: int) -> None:
     expected, lora = undisturbed(tmp_path / "whole", dataset=OwnGenerators(7), workers=workers)
     wanshim.activate(f"none,{NAME}")
@@ -313,7 +313,7 @@ def test_run_whose_states_are_all_damaged_stops_and_begins_beside_them_if_asked(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", [None, 2, 4, 5])
+@pytest.mark.parametrize("at", [None, 4, *(pytest.param(at, marks=pytest.mark.sweep) for at in (2, 5))])
 def test_script_that_trains_twice_into_one_folder_trains_both_and_goes_on_in_either(
     tmp_path: Path, at: int | None
 ) -> None:
@@ -539,7 +539,7 @@ def test_new_begins_beside_the_old_run_which_stays(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "then"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("first", "then"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.sweep)])
 def test_run_of_one_sample_a_step_goes_on_on_other_gpus(tmp_path: Path, first: int, then: int) -> None:
     """Over two ranks, then in one process, and the other way round: the same samples and draws, up to rounding."""
     plans = {1: {}, 2: {"WANSHIM_PLAN": "sequence"}}
@@ -720,7 +720,7 @@ def test_signal_does_not_end_a_run_that_failed_before_its_last_state_is_written(
     [
         ("SIGKILL", -signal.SIGKILL, 0),
         ("SIGTERM", 75, 1),
-        pytest.param("SIGINT", -signal.SIGINT, 1, marks=pytest.mark.slow),
+        pytest.param("SIGINT", -signal.SIGINT, 1, marks=pytest.mark.sweep),
     ],
 )
 def test_signal_ends_a_run_that_goes_on_as_if_it_had_not(tmp_path: Path, end: str, status: int, more: int) -> None:
@@ -745,7 +745,7 @@ def of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("end", "only", "at"), [pytest.param("SIGKILL", 1, 5, marks=pytest.mark.slow), ("SIGUSR1", 0, 2)]
+    ("end", "only", "at"), [pytest.param("SIGKILL", 1, 5, marks=pytest.mark.sweep), ("SIGUSR1", 0, 2)]
 )
 def test_two_ddp_processes_go_on_with_their_shuffle_and_draws(
     tmp_path: Path, of_two: Path, end: str, only: int, at: int
@@ -775,6 +775,7 @@ train(Path(sys.argv[1]), seed=99 if attempt else 5, attempt=attempt, **killed)
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_torchrun_starts_killed_processes_again_and_the_run_goes_on(tmp_path: Path, of_two: Path) -> None:
     """Without another command: `--max-restarts` alone."""
     (tmp_path / "train.py").write_text(BY_TORCHRUN)

@@ -1,7 +1,7 @@
 """Real kill -9 at random moments: whatever a run came to, it ends with the LoRA of the run that nobody disturbed.
 
 python -m pytest tests/contract/diffsynth/test_resume_kills.py                  60 moments, each by its seed
-python -m pytest tests/contract/diffsynth/test_resume_kills.py -m "not slow"    two of them
+python -m pytest tests/contract/diffsynth/test_resume_kills.py -m "not sweep"   two of them
 """
 
 from __future__ import annotations
@@ -81,12 +81,10 @@ def kill_once(folder: Path, undisturbed: Undisturbed, draw: random.Random, plan:
 
 def moment(number: int) -> Any:
     place = [*PLACES, "any", "any"][number % 8]
-    marks = [] if number in QUICK else [pytest.mark.slow] if number < SOME else [pytest.mark.slow, pytest.mark.sweep]
-    return pytest.param(number, place, number % len(PLANS), marks=marks)
+    return pytest.param(number, place, number % len(PLANS), marks=[pytest.mark.sweep] * (number not in FEW))
 
 
-QUICK = (3, 6)  # in the write of a state, at any time
-SOME = 8  # each place once
+FEW = (3, 6)  # in the write of a state, at any time
 
 
 @pytest.mark.slow

@@ -104,14 +104,14 @@ if os.environ.get("RANK", "0") == "0":
     ("arguments", "variables", "feature", "selected_by"),
     [
         (["run", "--gpus", "1"], {}, "model_split", "--gpus 1"),
-        pytest.param(["run", "--gpus", "2"], {}, "model_split", "--gpus 2", marks=pytest.mark.slow),
+        pytest.param(["run", "--gpus", "2"], {}, "model_split", "--gpus 2", marks=pytest.mark.sweep),
         pytest.param(
-            ["run", "--gpus", "1"], {"WANSHIM_PLAN": "stream"}, "model_split", "WANSHIM_PLAN", marks=pytest.mark.slow
+            ["run", "--gpus", "1"], {"WANSHIM_PLAN": "stream"}, "model_split", "WANSHIM_PLAN", marks=pytest.mark.sweep
         ),
         (["run"], {"WANSHIM_DEVICES": "cpu,cpu"}, "model_split", "WANSHIM_DEVICES"),
         (["run", "--fast"], {}, "compiled_blocks", "--fast"),
         pytest.param(
-            ["run", "--fast"], {"WANSHIM_COMPILE": "1"}, "compiled_blocks", "WANSHIM_COMPILE", marks=pytest.mark.slow
+            ["run", "--fast"], {"WANSHIM_COMPILE": "1"}, "compiled_blocks", "WANSHIM_COMPILE", marks=pytest.mark.sweep
         ),
         (["generate", "--gpus", "2"], {}, "generate", "--gpus 2"),
     ],
@@ -322,9 +322,9 @@ def refused(folder: Path, *command: str, script: str = SCRIPT, **variables: str)
     [
         [],
         ["nohup"],
-        ["timeout", "100"],
-        ["env", "A=1"],
-        pytest.param(["nice", "sh", "-c", '"$@"; exit $?', "tool"], marks=pytest.mark.slow),  # as uvx or nsys
+        pytest.param(["timeout", "100"], marks=pytest.mark.sweep),
+        pytest.param(["env", "A=1"], marks=pytest.mark.sweep),
+        pytest.param(["nice", "sh", "-c", '"$@"; exit $?', "tool"], marks=pytest.mark.sweep),  # as uvx or nsys
     ],
     ids=lambda words: "_".join(words[:2]) or "alone",
 )

@@ -137,7 +137,7 @@ def test_compiled_blocks_exchange_their_tokens_between_graphs(tmp_path: Path, co
     assert (f"Linears multiply in {compute}" in notes(said, job)) == bool(compute)
 
 
-@pytest.mark.parametrize("base", ["float8", "int8"])
+@pytest.mark.parametrize("base", ["int8", pytest.param("float8", marks=pytest.mark.sweep)])
 @pytest.mark.slow
 def test_base_in_eight_bits_gives_the_gradients_of_one_process_with_that_base(tmp_path: Path, base: str) -> None:
     alone, ranks = tmp_path / "alone", tmp_path / "ranks"
@@ -149,6 +149,7 @@ def test_base_in_eight_bits_gives_the_gradients_of_one_process_with_that_base(tm
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_two_machines_of_two_processes_have_a_group_each(tmp_path: Path) -> None:
     """Two agents of torchrun on this machine: a group never spans machines unless it is asked to."""
     pairs, machines = tmp_path / "pairs", tmp_path / "machines"

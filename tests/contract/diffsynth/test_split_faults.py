@@ -25,8 +25,8 @@ WAIT_S = 120
     ("accumulation", "moment"),
     [
         (4, "write"),
-        pytest.param(1, "write", marks=pytest.mark.slow),
-        pytest.param(4, "rename", marks=pytest.mark.slow),
+        pytest.param(1, "write", marks=pytest.mark.sweep),
+        pytest.param(4, "rename", marks=pytest.mark.sweep),
     ],
 )
 def test_killed_while_writing_leaves_only_whole_files_under_their_names(
@@ -68,7 +68,7 @@ def fail_in_stage_one(module: Any, in_backward: bool, error: Exception) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(WAIT_S)
 @pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("accumulation", [4, pytest.param(1, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), ValueError("bad block")], ids=repr)
 def test_error_in_stage_one_ends_the_run_with_that_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_backward: bool, accumulation: int, error: Exception

@@ -41,7 +41,8 @@ POINTS = (None, (3,), (1, 5), (2, 3, 6))
     ("dtype", "checkpointing", "stages", "split_at"),
     [
         pytest.param(
-            dtype, checkpointing, len(points or (3,)) + 1, points, marks=[pytest.mark.slow] * (number not in quick)
+            *(dtype, checkpointing, len(points or (3,)) + 1, points),
+            marks=[pytest.mark.slow, pytest.mark.sweep] * (number not in quick),
         )
         for dtype, checkpointing, quick in (
             (torch.bfloat16, True, (0, 1, 2, 3)),
@@ -69,7 +70,7 @@ def test_split_flux2_gives_the_unsplit_loss_and_gradients(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "split_at",
-    [None, (4, 8, 30), *(pytest.param(points, marks=pytest.mark.slow) for points in ((8, 20, 40), (5, 6, 7)))],
+    [None, (4, 8, 30), *(pytest.param(points, marks=pytest.mark.sweep) for points in ((8, 20, 40), (5, 6, 7)))],
 )
 def test_full_size_flux2_finds_every_tensor_on_its_device(
     monkeypatch: pytest.MonkeyPatch, split_at: tuple[int, ...] | None
@@ -121,7 +122,7 @@ def unsplit(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, bytes],
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.sweep), 4])
 def test_split_flux2_training_writes_the_files_of_unsplit_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stages: int, unsplit: tuple[dict[str, bytes], Training]
 ) -> None:

@@ -58,7 +58,7 @@ def train(module: PairTraining, folder: Path, accumulation: int) -> dict[str, by
     [
         *((2, 1, True), (3, 3, False)),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
+            pytest.param(*case, marks=pytest.mark.sweep)
             for case in ((2, 1, False), (3, 3, True), (4, 1, False), (4, 1, True))
         ),
     ],

@@ -66,7 +66,7 @@ def pipeline_devices(device_type: str, stages: int) -> list[str]:
 
 
 # Kind, whether blocks are checkpointed, stages, micro-batches: each value of each once or twice.
-QUICK = (("t2v", True, 2, 5), ("t2v", False, 4, 5), ("i2v", True, 3, 5), ("i2v", False, 2, 1))
+FEW = (("t2v", True, 2, 5), ("t2v", False, 4, 5), ("i2v", True, 3, 5), ("i2v", False, 2, 1))
 
 
 @pytest.mark.slow
@@ -74,7 +74,7 @@ QUICK = (("t2v", True, 2, 5), ("t2v", False, 4, 5), ("i2v", True, 3, 5), ("i2v",
 @pytest.mark.parametrize(
     ("kind", "checkpointing", "stages", "count"),
     [
-        pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK))
+        pytest.param(*case, marks=[pytest.mark.sweep] * (case not in FEW))
         for case in product(("t2v", "i2v"), (False, True), (2, 3, 4), (1, 5))
     ],
 )

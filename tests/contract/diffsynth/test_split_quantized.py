@@ -31,7 +31,7 @@ pytest.importorskip("torchao", reason="a quantised base is an extra: pip install
 pytestmark = pytest.mark.usefixtures("deterministic_kernels")
 BASES = pytest.mark.parametrize("base", ["float8", pytest.param("int8", marks=pytest.mark.slow)])
 BFLOAT16 = torch.bfloat16
-SLOW = pytest.mark.slow
+SLOW, SWEEP = pytest.mark.slow, pytest.mark.sweep
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def frozen(model: torch.nn.Module) -> list[torch.Tensor]:
 
 @BASES
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["keep", "checkpoint"])
-@pytest.mark.parametrize("stages", [pytest.param(2, marks=SLOW), 3, pytest.param(4, marks=SLOW)])
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=[SLOW, SWEEP]), 3, pytest.param(4, marks=[SLOW, SWEEP])])
 def test_quantised_split_gives_the_unsplit_loss_gradients_and_steps(
     base: str, checkpointing: bool, stages: int
 ) -> None:
@@ -162,7 +162,7 @@ def split_run(
 
 @pytest.mark.slow
 @BASES
-@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=SLOW)])
+@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=SWEEP)])
 def test_bf16_checkpoint_with_wanshim_base_trains_as_the_quantised_base_unsplit(
     files: wan_checkpoint.CheckpointFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: str, stages: int
 ) -> None:
@@ -264,7 +264,7 @@ def _cache_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_cache_of_the_host")
-@pytest.mark.parametrize("stages", [pytest.param(2, marks=SLOW), 3, pytest.param(4, marks=SLOW)])
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=SWEEP), 3, pytest.param(4, marks=SWEEP)])
 def test_fp8_models_under_a_split_give_the_unsplit_file(
     files: wan_checkpoint.CheckpointFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stages: int
 ) -> None:

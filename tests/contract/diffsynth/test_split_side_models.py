@@ -57,7 +57,7 @@ def notes() -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", [pytest.param("cpu:0", marks=pytest.mark.slow), HOST])
+@pytest.mark.parametrize("place", [pytest.param("cpu:0", marks=pytest.mark.sweep), HOST])
 def test_side_models_that_do_not_fit_beside_the_weights_leave_while_loading(
     files: wan_checkpoint.CheckpointFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:

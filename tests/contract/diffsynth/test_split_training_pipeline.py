@@ -15,7 +15,7 @@ from wanshim.core.model_split import split_of
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stages", "accumulation"), [(2, 4), (3, 3)])
+@pytest.mark.parametrize(("stages", "accumulation"), [(2, 4), pytest.param(3, 3, marks=pytest.mark.sweep)])
 def test_pipelined_training_writes_the_files_and_logs_of_unsplit_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stages: int, accumulation: int
 ) -> None:
@@ -40,7 +40,7 @@ def test_pipelined_training_writes_the_files_and_logs_of_unsplit_training(
     ("accumulation", "variables", "reason"),
     [
         (1, {}, "gradient accumulation is 1"),
-        pytest.param(2, {"WANSHIM_PIPELINE": "0"}, "WANSHIM_PIPELINE is off", marks=pytest.mark.slow),
+        pytest.param(2, {"WANSHIM_PIPELINE": "0"}, "WANSHIM_PIPELINE is off", marks=pytest.mark.sweep),
     ],
 )
 def test_plan_says_plainly_when_a_split_is_room_and_not_speed(

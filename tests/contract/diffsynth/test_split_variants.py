@@ -34,6 +34,7 @@ def unsplit_step(name: str, device: str, checkpointing: bool) -> list[torch.Tens
     return step(variants.tiny(name, device), use_gradient_checkpointing=checkpointing)
 
 
+SWEEP = [pytest.mark.slow, pytest.mark.sweep]
 WAYS = ((3, False), (2, True), (4, True))  # stages, checkpointing
 
 
@@ -42,7 +43,7 @@ WAYS = ((3, False), (2, True), (4, True))  # stages, checkpointing
 @pytest.mark.parametrize(
     ("name", "stages", "checkpointing"),
     [
-        pytest.param(name, *way, marks=[pytest.mark.slow] * (way != WAYS[0 if name == "s2v" else number % 3]))
+        pytest.param(name, *way, marks=SWEEP * (way != WAYS[0 if name == "s2v" else number % 3]))
         for number, name in enumerate(variants.MAKERS)
         for way in WAYS
     ],
@@ -86,7 +87,7 @@ def lora_file(name: str, stages: int) -> bytes:
 @pytest.mark.slow
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize(
-    "name", [n if n == "vace" else pytest.param(n, marks=pytest.mark.slow) for n in variants.MAKERS]
+    "name", [n if n == "vace" else pytest.param(n, marks=pytest.mark.sweep) for n in variants.MAKERS]
 )
 def test_split_variant_writes_the_lora_file_of_unsplit_training(name: str) -> None:
     expected = lora_file(name, 1)
@@ -115,7 +116,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake")
-@pytest.mark.parametrize("name", variants.MAKERS)
+@pytest.mark.parametrize(
+    "name", [n if n in ("t2v", "vace", "s2v") else pytest.param(n, marks=pytest.mark.sweep) for n in variants.MAKERS]
+)
 def test_variant_of_full_width_finds_every_tensor_on_its_device(name: str) -> None:
     devices = [f"cuda:{i}" for i in range(4)]
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -24,7 +24,7 @@ def test_decode_shared_by_two_ranks_equals_diffsynth() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.sweep)])
 def test_decode_of_the_qwen_image_vae_shared_by_ranks_equals_diffsynth(size: int) -> None:
     check_shared(SUBJECT, qwen_image_cases(SUBJECT.verb), size, start=Fork)
 

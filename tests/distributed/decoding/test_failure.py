@@ -39,7 +39,7 @@ def out_of_memory_on_one_rank(rank: int, size: int, mode: str, when: str) -> tup
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("when", ["first", "later"])
+@pytest.mark.parametrize("when", ["later", pytest.param("first", marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("mode", ["temporal", "spatial"])
 def test_decode_out_of_memory_on_one_rank_fails_on_all_and_a_retry_works(mode: str, when: str) -> None:
     results = values(run_ranks(out_of_memory_on_one_rank, 3, mode, when))
@@ -75,7 +75,7 @@ def killed_in_the_middle(rank: int, size: int, mode: str) -> tuple[str, str, flo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["temporal", pytest.param("spatial", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["temporal", pytest.param("spatial", marks=pytest.mark.sweep)])
 def test_decode_rank_killed_in_the_middle_fails_on_the_others_in_time(mode: str) -> None:
     outcomes = run_ranks(killed_in_the_middle, 3, mode)
     assert outcomes[1].error == "Died"

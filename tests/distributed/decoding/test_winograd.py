@@ -51,7 +51,7 @@ def _decode(vae: Any, latent: torch.Tensor, exact: torch.Tensor, mode: str, prod
     [
         ("2.1", "temporal"),
         *(
-            pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.sweep])
+            pytest.param(*case, marks=pytest.mark.sweep)
             for case in (("2.2", "temporal"), ("2.1", "spatial"), ("2.2", "spatial"))
         ),
     ],

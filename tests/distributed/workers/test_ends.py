@@ -15,10 +15,10 @@ ROOT = Path(__file__).parent.parent.parent.parent
 SECONDS = 5.0
 MOMENTS = [
     ("working", "SIGKILL"),  # three processes that import torch, as each of the others
-    *(pytest.param("working", name, marks=pytest.mark.slow) for name in ("SIGINT", "SIGTERM")),
-    *(pytest.param(how, "SIGKILL", marks=pytest.mark.slow) for how in ("idle", "forked", "starting")),
+    *(pytest.param("working", name, marks=pytest.mark.sweep) for name in ("SIGINT", "SIGTERM")),
+    *(pytest.param(how, "SIGKILL", marks=pytest.mark.sweep) for how in ("idle", "forked", "starting")),
     ("ahead", "SIGKILL"),
-    pytest.param("ahead", "SIGINT", marks=pytest.mark.slow),
+    pytest.param("ahead", "SIGINT", marks=pytest.mark.sweep),
 ]
 
 
@@ -77,10 +77,10 @@ def test_a_signal_to_the_program_ends_its_workers(how: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("how", "status"),
     [
-        pytest.param("exit", 3, marks=pytest.mark.slow),
+        pytest.param("exit", 3, marks=pytest.mark.sweep),
         ("ahead_exit", 3),
         ("raise", 1),
-        pytest.param("_exit", 4, marks=pytest.mark.slow),
+        pytest.param("_exit", 4, marks=pytest.mark.sweep),
     ],
 )
 def test_a_program_that_ends_by_itself_keeps_its_status_and_its_workers_end(how: str, status: int) -> None:

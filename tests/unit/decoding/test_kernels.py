@@ -97,7 +97,7 @@ SMALL, LARGE = (2, 12, 5), (1, 96, 37)  # batch, channels, width; a program has 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "frames"),
-    [((SMALL,), (5,)), pytest.param((SMALL, LARGE), (4, 5, 6, 7), marks=[pytest.mark.slow, pytest.mark.sweep])],
+    [((SMALL,), (5,)), pytest.param((SMALL, LARGE), (4, 5, 6, 7), marks=pytest.mark.sweep)],
     ids=["some", "every"],
 )
 def test_kernels_interpreted_equal_the_torch_glue(sizes: tuple[Any, ...], frames: tuple[int, ...]) -> None:

@@ -47,7 +47,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("output", ["whole", "uint8", "in chunks"])
+@pytest.mark.parametrize(
+    "output", ["in chunks", *(pytest.param(o, marks=pytest.mark.sweep) for o in ("whole", "uint8"))]
+)
 def test_fault_in_an_operator_gives_the_user_the_framework_s_frames_and_one_sentence(
     layout: str, output: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -187,7 +187,7 @@ def test_strict_kernels_interpreted_give_the_bits_of_torch() -> None:
     [
         "nothing",
         pytest.param("nothing, channels last", marks=pytest.mark.sweep),
-        "norm",
+        pytest.param("norm", marks=pytest.mark.sweep),
         pytest.param("conv", marks=pytest.mark.sweep),
     ],
 )

@@ -90,7 +90,7 @@ def until_it_ends(shared: SharedPipeline, model: toy.Model, way: tuple[int, int]
 @pytest.mark.parametrize(
     ("name", "moments"),
     [
-        *(("SIGINT", 2), ("SIGSTOP", 1), pytest.param("SIGKILL", 1, marks=pytest.mark.slow)),
+        *(("SIGINT", 2), ("SIGSTOP", 1), pytest.param("SIGKILL", 1, marks=pytest.mark.sweep)),
         *(pytest.param(name, 20, marks=MANY) for name in ("SIGKILL", "SIGINT", "SIGSTOP")),
     ],
 )

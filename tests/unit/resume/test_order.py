@@ -44,7 +44,7 @@ def _train(said: Connection, start_method: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("forkserver", marks=pytest.mark.sweep)])
 def test_workers_end_with_a_training_that_is_killed(start_method: str) -> None:
     said, theirs = forking().Pipe(duplex=False)
     training: Any = forking().Process(target=_train, args=(theirs, start_method))

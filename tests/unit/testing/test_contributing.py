@@ -108,7 +108,9 @@ def copy(tmp_path: Path) -> Copy:
 
 # Each step and check is a fresh process; every check of the kit takes a minute of them.
 @pytest.mark.slow
-@pytest.mark.parametrize("checks", ["scale_is_applied", pytest.param("", id="all")])
+@pytest.mark.parametrize(
+    "checks", [pytest.param("scale_is_applied", marks=pytest.mark.sweep), pytest.param("", id="all")]
+)
 def test_page_followed_step_by_step_gives_what_it_says(copy: Copy, checks: str) -> None:
     page = PAGE.read_text()
     assert CONTRACT_TESTS in page
@@ -134,8 +136,8 @@ def test_each_recipe_is_within_a_page() -> None:
     ("right", "wrong"),
     [
         ('-    declared: "none yet"', '-    declared: "elsewhere"'),
-        pytest.param("2 rows read, 0 differences", "3 rows read", marks=pytest.mark.slow),
-        pytest.param("$ python docs/generate.py", "$ python docs/generated.py", marks=pytest.mark.slow),
+        pytest.param("2 rows read, 0 differences", "3 rows read", marks=pytest.mark.sweep),
+        pytest.param("$ python docs/generate.py", "$ python docs/generated.py", marks=pytest.mark.sweep),
     ],
 )
 def test_page_that_went_stale_is_noticed(copy: Copy, right: str, wrong: str) -> None:
