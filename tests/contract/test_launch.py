@@ -144,7 +144,12 @@ def test_number_in_accelerates_configuration_that_contradicts_the_split_ends_wit
 @pytest.mark.parametrize(
     ("command", "variables", "engine"),
     [
-        (("accelerate", "launch", "--use_fsdp", "train.py"), {"WANSHIM_PLAN": "sequence"}, "FSDP"),
+        pytest.param(
+            ("accelerate", "launch", "--use_fsdp", "train.py"),
+            {"WANSHIM_PLAN": "sequence"},
+            "FSDP",
+            marks=pytest.mark.sweep,
+        ),
         pytest.param(
             ("accelerate", "launch", "--config_file", "fsdp.yaml", "train.py"),
             {"WANSHIM_PLAN": "stream"},

@@ -53,11 +53,13 @@ def test_wheel_holds_adapters_once_and_the_matrix(wheel: Path) -> None:
     assert not [name for name in names if name.startswith(("adapters/", "tests/", "tools/"))]
 
 
+@pytest.mark.slow
 def test_matrix_of_the_wheel_is_that_of_the_checkout(wheel: Path, tmp_path: Path) -> None:
     built = zipfile.ZipFile(wheel).extract("wanshim/compat_matrix.json", tmp_path)
     assert matrix.load(Path(built)) == matrix.load(ROOT / matrix.NAME)
 
 
+@pytest.mark.slow
 def test_wheel_holds_every_file_of_the_packages(wheel: Path) -> None:
     """The monitor's page among them: a wheel without it serves an empty answer."""
     command = ["git", "ls-files", "wanshim", "adapters"]
@@ -69,6 +71,7 @@ def test_wheel_holds_every_file_of_the_packages(wheel: Path) -> None:
     assert expected <= set(zipfile.ZipFile(wheel).namelist())
 
 
+@pytest.mark.slow
 def test_sdist_holds_each_adapter_once(built: Path) -> None:
     with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
         files = [member.name for member in sdist if member.isfile() or member.issym()]

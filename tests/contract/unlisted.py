@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -82,11 +83,14 @@ def expected_without_row(feature: Feature, version: str, verdict: Verdict) -> Ve
     return Verdict.UNKNOWN if verdict is Verdict.PATCH else verdict
 
 
+_text = cache(ast.unparse)  # a module has many targets
+
+
 def relaid(source: SourceTree, module: str) -> SourceTree:
     """The package with one module laid out anew: no comments, other quotes and line breaks, new docstrings."""
     tree = source.tree(module)
     assert tree is not None
-    text = ast.unparse(tree).replace("):\n", "):  # new\n")
+    text = _text(tree).replace("):\n", "):  # new\n")
     return replace(source, _trees={module: ast.parse(text)})
 
 
@@ -95,7 +99,7 @@ def rewritten(source: SourceTree, target: str) -> SourceTree:
     module, qualname = target.split(":")
     original = source.tree(module)
     assert original is not None
-    tree = ast.parse(ast.unparse(original))
+    tree = ast.parse(_text(original))
     node = find(tree, qualname)
     if isinstance(node, (ast.Assign, ast.AnnAssign)):
         node.value = ast.Constant(value="changed")

@@ -52,7 +52,7 @@ class Road:
         silent: what is not printed.
         gpus: how many it needs.
         on_cpu: if False, it needs a GPU's kernels, or is another one there.
-        sweep: left to `make matrix`, for another road of `make slow` has its launcher, its plan and its ranks.
+        sweep: left to `make matrix`, for each part of it is in another road, or test, of `make slow`.
         status: that it ends with; a refusal leaves no result to compare.
     """
 
@@ -90,14 +90,15 @@ TRAINING = (
     Road("WANSHIM_PLAN=sequence wanshim run -- accelerate launch --num_processes 4 train.py ...", apart=ROUNDING,
          arguments=FP32, gpus=4, says=(SPLIT,), sweep=True),
     Road("WANSHIM_PLAN=sequence:2 wanshim run -- accelerate launch --num_processes 4 train.py ...", apart=ROUNDING,
-         reference="accelerate launch --num_processes 2 train.py ...", arguments=FP32, gpus=4, says=(SPLIT,)),
+         reference="accelerate launch --num_processes 2 train.py ...", arguments=FP32, gpus=4, says=(SPLIT,),
+         sweep=True),
     Road("WANSHIM_DEVICES=cuda:0,cuda:1 wanshim run -- accelerate launch train.py ...", gpus=2, says=(SPLIT,),
          sweep=True),
     Road("WANSHIM_DEVICES=cuda:0,cuda:1 wanshim run -- torchrun --nproc-per-node 1 train.py ...", gpus=2,
          says=(SPLIT,)),
     Road("WANSHIM_DEVICES=cuda:0,cuda:1 wanshim run -- torchrun --nproc-per-node 1 train.py ... "
          "--gradient_accumulation_steps 4", reference="python train.py ... --gradient_accumulation_steps 4",
-         apart=ROUNDING, arguments=FP32, gpus=2, says=(SPLIT, "micro-batches in a pipeline")),
+         apart=ROUNDING, arguments=FP32, gpus=2, says=(SPLIT, "micro-batches in a pipeline"), sweep=True),
     Road("WANSHIM_DEVICES=cuda:0,cuda:1 wanshim run -- accelerate launch train.py ... --gradient_accumulation_steps 4",
          reference="python train.py ... --gradient_accumulation_steps 4", apart=ROUNDING, arguments=FP32, gpus=2,
          says=(SPLIT,), sweep=True),
@@ -168,10 +169,11 @@ REFUSED = tuple(
 )  # fmt: skip
 DECODING = tuple(
     Road(f"{variable} wanshim run -- {launcher} {script}", reference=f"python {script} ...", arguments=arguments,
-         says=(f"{feature} exercised",), gpus=gpus, on_cpu=gpus > 1, sweep=arguments != slow)
-    for variable, feature, script, slow in (
-        ("WANSHIM_VAE_MODE=auto", "diffusers.vae_decode", "generate.py", "2.1 float32 1"),
-        ("WANSHIM_VAE_ENCODE=auto", "diffusers.vae_encode", "your_script.py", "2.2 bfloat16 2"),
+         says=(f"{feature} exercised",), gpus=gpus, on_cpu=gpus > 1,
+         sweep=(variable, arguments) != ("WANSHIM_VAE_MODE=auto", "2.1 float32 1"))
+    for variable, feature, script in (
+        ("WANSHIM_VAE_MODE=auto", "diffusers.vae_decode", "generate.py"),
+        ("WANSHIM_VAE_ENCODE=auto", "diffusers.vae_encode", "your_script.py"),
     )
     for launcher, gpus in (("torchrun --nproc-per-node 2", 2), ("python", 1))
     for arguments in ("2.1 float32 1", "2.2 bfloat16 2", "2.1 float16 3")
@@ -185,7 +187,7 @@ AS_THEY_ARE = (
          says=(SPLIT, "sequence parallel over 2 ranks"), sweep=True),
     Road("wanshim run --gpus 2 -- python train.py ... --reduces --validates --stamped", apart=ROUNDING,
          reference="python train.py ... --reduces --validates --stamped", arguments=FP32, gpus=2,
-         says=(SPLIT, "validated ")),
+         says=(SPLIT, "validated "), sweep=True),
     Road("WANSHIM_STRICT=1 wanshim run --gpus 2 -- python start.py train.py ...", apart=ROUNDING, arguments=FP32,
          gpus=2, says=(SPLIT, "sequence parallel over 2 ranks"), silent=("no effect",)),
     Road("WANSHIM_RESUME=auto wanshim run --gpus 2 -- nohup python train.py ...", apart=ROUNDING,

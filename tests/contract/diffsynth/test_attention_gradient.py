@@ -170,6 +170,7 @@ def test_run_learns_what_it_learns_without_the_kernel(
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_compiled_blocks_learn_q_and_k_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_aot_eager(monkeypatch)
     install(monkeypatch, sage)

@@ -43,12 +43,15 @@ RUNS = {
     "pipeline": {"DEVICES": "cpu,cpu"},
     "streamed, compiled": {"PLAN": "stream:3", "COMPILE": "1"},
 }
-MARKS = {"alone, compiled": [pytest.mark.slow], "streamed, compiled": [pytest.mark.slow, pytest.mark.sweep]}
+SWEEPS = ("alone, compiled", "streamed, compiled")
 
 
 @pytest.mark.parametrize(
     "variables",
-    [pytest.param(given, marks=MARKS.get(name, ())) for name, given in RUNS.items()],
+    [
+        pytest.param(given, marks=[pytest.mark.slow, pytest.mark.sweep] * (name in SWEEPS))
+        for name, given in RUNS.items()
+    ],
     ids=RUNS.keys(),
 )
 def test_run_multiplies_in_eight_bits_and_learns_nearly_the_same(

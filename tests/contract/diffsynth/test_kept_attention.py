@@ -273,8 +273,8 @@ def test_step_that_attention_makes_too_large_is_refused_with_the_setting(
         ({}, "the last 4 blocks are"),
         ({"DEVICES": "cpu,cpu", "PIPELINE": "0"}, "the last 2, 2 blocks of the stages are"),
         ({"DEVICES": "cpu,cpu"}, "the last 2, 2 blocks of the stages are"),
-        ({"PLAN": "stream:3"}, ""),
-        ({"DEVICES": "cpu,cpu", "OFFLOAD": "on"}, ""),
+        pytest.param({"PLAN": "stream:3"}, "", marks=pytest.mark.slow),
+        pytest.param({"DEVICES": "cpu,cpu", "OFFLOAD": "on"}, "", marks=pytest.mark.slow),
     ],
     ids=["as DiffSynth runs it", "split", "pipeline", "streamed", "checkpoints offloaded"],
 )
@@ -415,7 +415,11 @@ def test_refusal_is_reported_and_the_run_is_diffsynths_own(tmp_path: Path, monke
     assert wanshim.report().row(FEATURE).fallbacks == {"attention is not kept: an old kernel": 1}
 
 
-@pytest.mark.parametrize("over", [{"PLAN": "auto"}, {"DEVICES": "cpu,cpu"}], ids=["one device", "split"])
+@pytest.mark.parametrize(
+    "over",
+    [pytest.param({"PLAN": "auto"}, marks=pytest.mark.slow), {"DEVICES": "cpu,cpu"}],
+    ids=["one device", "split"],
+)
 def test_planned_run_keeps_blocks_unasked_where_memory_is_known_and_leaves_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over: dict[str, str]
 ) -> None:

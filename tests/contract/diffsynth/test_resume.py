@@ -100,7 +100,11 @@ def test_resumed_run_has_the_samples_draws_losses_and_files_of_the_undisturbed_o
     assert str(wanshim.report()).splitlines()[0] == f"{NAME}: {note()}"
 
 
-@pytest.mark.parametrize("variables", [{}, {"WANSHIM_COMPUTE": "int8"}], ids=["alone", "in eight bits"])
+@pytest.mark.parametrize(
+    "variables",
+    [{}, pytest.param({"WANSHIM_COMPUTE": "int8"}, marks=pytest.mark.slow)],
+    ids=["alone", "in eight bits"],
+)
 def test_run_whose_memory_nobody_plans_is_told_no_peak_and_looks_at_no_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
 ) -> None:
@@ -293,6 +297,7 @@ def test_state_in_a_folder_beside_the_run_s_own_is_named_and_a_file_there_is_non
     assert f"there is one in {tmp_path / 'monday'}," in "\n".join(wanshim.report().row(NAME).notes)
 
 
+@pytest.mark.slow
 def test_run_whose_states_are_all_damaged_stops_and_begins_beside_them_if_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -555,6 +560,7 @@ def test_run_of_one_sample_a_step_goes_on_on_other_gpus(tmp_path: Path, first: i
     assert "equal to it up to rounding" in said(tmp_path, 1)
 
 
+@pytest.mark.slow
 def test_fewer_processes_that_would_change_the_samples_of_a_step_are_refused_with_the_command(
     tmp_path: Path, of_two: Path
 ) -> None:

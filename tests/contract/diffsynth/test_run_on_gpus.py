@@ -76,8 +76,14 @@ print(json.dumps({"torch": "torch" in sys.modules, **{name: os.environ.get(name)
     ("variables", "plan", "devices", "allocator"),
     [
         ({}, "auto", "cuda:0", "expandable_segments:True"),
-        ({"WANSHIM_PLAN": "stream:3"}, "stream:3", None, "expandable_segments:True"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, "auto", "cuda:0", "expandable_segments:False"),
+        pytest.param(
+            {"WANSHIM_PLAN": "stream:3"}, "stream:3", None, "expandable_segments:True", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"},
+            *("auto", "cuda:0", "expandable_segments:False"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["auto", "stream", "allocator"],
 )

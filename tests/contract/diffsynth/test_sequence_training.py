@@ -123,7 +123,8 @@ def test_streamed_weights_and_offloaded_checkpoints_leave_the_gradients_alone(tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compute", [None, pytest.param("int8", marks=pytest.mark.sweep)])
+@pytest.mark.sweep
+@pytest.mark.parametrize("compute", [None, "int8"])
 def test_compiled_blocks_exchange_their_tokens_between_graphs(tmp_path: Path, compute: str | None) -> None:
     """The gradients of one process that compiles whole blocks, in fp32. In eight bits, a number halfway between two may
     fall to either side."""

@@ -29,7 +29,7 @@ from wanshim.errors import FeatureUnavailable, PlacementInvalid
 
 pytest.importorskip("torchao", reason="a quantised base is an extra: pip install 'wanshim[torchao]'")
 pytestmark = pytest.mark.usefixtures("deterministic_kernels")
-BASES = pytest.mark.parametrize("base", ["float8", pytest.param("int8", marks=pytest.mark.slow)])
+BASES = pytest.mark.parametrize("base", ["float8", pytest.param("int8", marks=[pytest.mark.slow, pytest.mark.sweep])])
 BFLOAT16 = torch.bfloat16
 SLOW, SWEEP = pytest.mark.slow, pytest.mark.sweep
 

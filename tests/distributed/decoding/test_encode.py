@@ -107,7 +107,7 @@ def run_cases(rank: int, size: int, todo: list[Case]) -> dict[Case, tuple[bool, 
 
 @pytest.fixture(
     scope="module",
-    params=[False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.sweep])],
+    params=[False, pytest.param(True, marks=pytest.mark.sweep)],
     ids=["some", "every"],
 )
 def results(request: pytest.FixtureRequest) -> dict[Case, Result]:
@@ -132,6 +132,7 @@ def test_temporal_strict_equals_diffusers_bit_for_bit(results: dict[Case, Result
         assert result.mode == ("single" if case.ranks == 1 else "temporal")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "strict"), [("temporal", False), ("spatial", True), ("spatial", False)])
 def test_other_encodes_are_within_tolerance_of_diffusers(results: dict[Case, Result], mode: str, strict: bool) -> None:
     for case, result in chosen(results, mode, strict).items():

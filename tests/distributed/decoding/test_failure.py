@@ -62,6 +62,7 @@ def out_of_memory_with_auto(rank: int, size: int) -> tuple[bool, str]:
     return same, handle.plan.mode
 
 
+@pytest.mark.slow
 def test_auto_out_of_memory_on_one_rank_takes_all_to_the_next_plan() -> None:
     assert values(run_ranks(out_of_memory_with_auto, 2)) == [(True, "single"), (True, "single")]
 
@@ -249,6 +250,7 @@ def kernels_do_not_compile(rank: int, size: int) -> tuple[Found, int]:
         return left_to_the_framework(vae, latent, expected, handle), len(asked)
 
 
+@pytest.mark.slow
 def test_rank_whose_kernels_do_not_compile_says_so_and_all_ranks_have_the_frameworks_frames() -> None:
     for (equal, reasons), asked in values(run_ranks(kernels_do_not_compile, 2)):
         assert equal == [True, True]

@@ -21,6 +21,8 @@ from wanshim.errors import ModelInvalid
 from .ranks import run_ranks, values
 from .tiny import make_latent, make_vae
 
+pytestmark = pytest.mark.slow  # four processes on few cores
+
 SIZE = 4
 DEADLINE = 5.0
 MODES = ("temporal", "spatial", "tile")
@@ -194,7 +196,6 @@ def ends_of(played: Any, cases: list[Case]) -> dict[Case, dict[int, str]]:
     return {case: {rank: played[rank][0][case] for rank in case.ranks} for case in cases}
 
 
-@pytest.mark.slow
 def test_subgroup_that_does_not_begin_at_rank_0_decodes_as_one_device(played: Any) -> None:
     for case, ends in ends_of(played, SUBGROUPS).items():
         assert set(ends.values()) == {f"{case.mode} right"}, f"{case}: {ends}"

@@ -16,6 +16,8 @@ from wanshim.errors import WanshimError
 from .ranks import run_ranks, values
 from .tiny import make_latent, make_vae
 
+pytestmark = pytest.mark.slow  # each scenario waits for deadlines
+
 DEADLINE = 3.0
 MANY = 10 * DEADLINE  # a bound for a machine under load: nobody waits for ever
 SIZE = 3
@@ -146,7 +148,6 @@ def played() -> list[dict[str, tuple[End | None, list[End]]]]:
     return values(run_ranks(play, SIZE))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_joint_decodes_after_ranks_were_out_of_step_are_right(name: str, played: Any) -> None:
     for rank, scenarios in enumerate(played):

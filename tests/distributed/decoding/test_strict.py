@@ -5,7 +5,7 @@ One set of four processes runs all cases; fewer ranks are its first ones. `make 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -21,8 +21,9 @@ from .ranks import made_together, run_ranks, values
 from .tiny import LAYOUTS, make_latent, make_vae
 
 SIZES = (1, 2, 3, 4)
-# Frames and ranks.
-QUICK = {
+# Frames and ranks, of `make test` and of `make slow`.
+FEW = {("2.1", "float32"): ((1, 1), (2, 2)), ("2.2", "float32"): ((2, 3),)}
+SOME = {
     ("2.1", "float32"): ((1, 1), (1, 3), (2, 2), (2, 4), (5, 3)),
     ("2.1", "bfloat16"): ((2, 2), (5, 3)),
     ("2.2", "float32"): ((1, 1), (2, 3), (2, 4)),
@@ -68,9 +69,9 @@ def cases(frames: tuple[int, ...]) -> list[Case]:
     return [case for layout, dtype, size in grid for case in cases_of(layout, dtype, *size)]
 
 
-def quick_cases() -> list[Case]:
-    """Every mode of each layout in each dtype, though not with each pair of ranks and frames."""
-    every = [case for made, sizes in QUICK.items() for size in sizes for case in cases_of(*made, *size)]
+def chosen_cases(chosen: Mapping[tuple[str, str], Iterable[tuple[int, int]]]) -> list[Case]:
+    """Every mode of each layout, though not with each pair of ranks and frames."""
+    every = [case for made, sizes in chosen.items() for size in sizes for case in cases_of(*made, *size)]
     return [case for case in every if case.mode != "tile" or case.ranks == 3]
 
 
@@ -123,9 +124,9 @@ def run_all(todo: list[Case], seconds: float) -> dict[Case, Result]:
     return merged
 
 
-@pytest.fixture(scope="module")
-def results() -> dict[Case, Result]:
-    return run_all(quick_cases(), 240)
+@pytest.fixture(scope="module", params=[FEW, pytest.param(SOME, marks=pytest.mark.slow)], ids=["few", "some"])
+def results(request: pytest.FixtureRequest) -> dict[Case, Result]:
+    return run_all(chosen_cases(request.param), 240)
 
 
 def check(found: dict[Case, Result], mode: str, strict: bool) -> list[Result]:

@@ -62,6 +62,7 @@ def worst(todo: list[Case], size: int = 4, late: bool = False, seconds: float = 
     return {case: torch.tensor(distances).max().item() for case, distances in found.items()}
 
 
+@pytest.mark.slow
 def test_sharded_step_is_the_unsharded_one() -> None:
     for case, distance in worst(quick()).items():
         assert distance <= EXACT, case
@@ -100,7 +101,7 @@ def train_pairs(rank: int, size: int, averaged_by_ddp: bool) -> float:
     return farthest((losses, found), (mine[0], expected))
 
 
-@pytest.mark.parametrize("averaged_by_ddp", [False, True])
+@pytest.mark.parametrize("averaged_by_ddp", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_two_groups_of_two_train_as_two_processes(averaged_by_ddp: bool) -> None:
     assert max(values(run_ranks(train_pairs, 4, averaged_by_ddp))) <= EXACT
 

@@ -421,6 +421,7 @@ workers.close()
 """
 
 
+@pytest.mark.slow
 def test_workers_of_a_program_that_closed_its_output_print_into_no_file_of_theirs():
     """The store would be the next file, number 2, and what a worker prints would be in it."""
     done = subprocess.run([sys.executable, "-c", OUTPUT_IS_CLOSED], capture_output=True, text=True, check=True)
