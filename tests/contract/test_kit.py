@@ -14,6 +14,8 @@ from tests.unit.testing.toy import site
 from wanshim.errors import WanshimError
 from wanshim.patching.verdict import Verdict
 
+pytestmark = pytest.mark.slow  # each check is a fresh process
+
 BLOCK = "toyframe.blocks:Block.forward"
 SCALE = "toyframe.blocks:scale"
 TENSOR_BLOCK = "toyframe.tensors:Block.forward"
@@ -97,7 +99,6 @@ def faults(checked: Contract, *names: str) -> dict[str, str]:
     return {result.check: result.found for result in results if isinstance(result, Failed)}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [
@@ -114,7 +115,6 @@ def test_sound_method_seam_passes_every_check(place: Path, names: tuple[str, ...
     assert faults(sound, *(names or few_orders)) == {}  # the function seam below goes through all orders, without torch
 
 
-@pytest.mark.slow
 def test_sound_function_seam_passes_every_check_that_it_gets(place: Path) -> None:
     site.write(place, {"sound": site.feature("sound", SCALE)})
     sound = contract("sound", call="toycalls:scaled", instance=None)
@@ -125,7 +125,6 @@ def test_sound_function_seam_passes_every_check_that_it_gets(place: Path) -> Non
     assert faults(sound, *checks) == {}
 
 
-@pytest.mark.slow
 def test_seam_that_patches_a_name_nobody_calls_is_caught(place: Path) -> None:
     site.write(place, {"wrong": site.feature("wrong", "toyframe.blocks:unused")})
     found = faults(contract("wrong"), "order_IA", "spawned_child_has_it")
@@ -139,7 +138,6 @@ def test_seam_that_patches_a_name_which_is_not_there_is_caught(place: Path) -> N
     assert "0 layers of wanshim at toyframe.blocks:Block.foward" in found["order_AI"]
 
 
-@pytest.mark.slow
 def test_wrapt_wrapper_in_a_compiled_region_is_caught(place: Path) -> None:
     site.write(
         place,
@@ -159,7 +157,6 @@ def test_patch_that_unpatches_to_a_copy_is_caught(place: Path) -> None:
         assert "toyframe.blocks.unused" in found[order]
 
 
-@pytest.mark.slow
 def test_name_that_one_patched_module_takes_from_another_is_no_copy(place: Path) -> None:
     """Under order_AID the second module is given the first one's replacement, which is not its original."""
     site.write(place, {"sound": site.feature("sound", SCALE, "toyframe.uses:twice")})
@@ -168,7 +165,6 @@ def test_name_that_one_patched_module_takes_from_another_is_no_copy(place: Path)
     assert faults(sound, "order_AI", "order_AID", "order_AIDA", "order_IAD") == {}
 
 
-@pytest.mark.slow
 def test_machinery_that_restores_a_copy_is_caught(place: Path) -> None:
     """The same fault in the engine instead of the adapter: `plant` runs before the check."""
     site.write(place, {"sound": site.feature("sound", BLOCK)})

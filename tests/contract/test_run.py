@@ -219,6 +219,7 @@ def test_program_has_no_child_of_ours_and_its_folder_ends_with_it(tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_folder_of_a_run_that_was_killed_is_removed_by_the_next_and_that_of_one_that_lives_is_not(
     tmp_path: Path,
 ) -> None:

@@ -279,7 +279,9 @@ def test_under_strict_what_is_not_served_stops(name: str, monkeypatch: pytest.Mo
 
 
 # What DiffSynth itself runs on the CPU with these changes.
-@pytest.mark.parametrize("name", ["vram", "hook", "forward", "weights"])
+@pytest.mark.parametrize(
+    "name", ["forward", *(pytest.param(n, marks=pytest.mark.slow) for n in ("vram", "hook", "weights"))]
+)
 def test_what_is_not_served_runs_on_one_gpu_and_the_report_says_why(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     change, text = REFUSED[name]
     pipe = wan_pipelines.MADE["t2v"]()

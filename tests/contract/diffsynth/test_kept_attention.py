@@ -248,6 +248,7 @@ def test_attention_is_kept_where_the_predicted_step_leaves_room(
     assert place(off) is None
 
 
+@pytest.mark.slow
 def test_auto_uses_host_memory_where_the_user_offloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PREDICT, "OFFLOADED_WINDOW", 1)
     over = {"DEVICES": "cpu,cpu", "OFFLOAD": "on"}

@@ -128,7 +128,11 @@ def test_auto_keeps_attention_in_host_memory_before_it_computes_it_again(
 
 @pytest.mark.parametrize(
     ("available", "allocated", "kept"),
-    [(1.6, 1.0, True), (1.6, 0.0, False), (1.4, 1.0, False)],
+    [
+        pytest.param(1.6, 1.0, True, marks=pytest.mark.slow),
+        (1.6, 0.0, False),
+        pytest.param(1.4, 1.0, False, marks=pytest.mark.slow),
+    ],
     ids=["read", "mapped from files", "little is left beside them"],
 )
 def test_weights_that_wait_on_the_host_are_left_room_once(

@@ -186,6 +186,7 @@ def test_a_sample_that_does_not_fit_ends_the_run_with_both_sizes(
         train(tmp_path, Sizes(), Sized(*frames))
 
 
+@pytest.mark.slow
 def test_a_plan_on_assumed_sizes_says_so_and_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_facts, "_look_at_samples", lambda call: [])
     planned(monkeypatch, limit=2 << 30)

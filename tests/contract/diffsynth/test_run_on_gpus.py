@@ -537,6 +537,7 @@ def test_file_on_standard_input_reaches_each_rank_from_where_it_stands(tmp_path:
     assert [(tmp_path / f"read.{rank}").read_text() for rank in (0, 1)] == ["yes\nno\n"] * 2
 
 
+@pytest.mark.slow
 def test_pipe_is_rank_0s_and_nothing_of_it_is_taken_that_the_program_does_not_read(tmp_path: Path) -> None:
     """A shell that reads its script from a pipe has the next command in it."""
     script = "import os\nopen('read.' + os.environ['RANK'], 'wb').write(os.read(0, 4))\n"
@@ -592,6 +593,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     with launched(tmp_path) as (launcher, ranks):
         launcher.kill()
@@ -629,6 +631,7 @@ def test_signal_at_which_a_program_saves_reaches_each_rank_and_none_of_its_child
         assert launcher.wait(60) == 4
 
 
+@pytest.mark.slow
 def test_rank_that_is_stopped_is_named_at_once_and_may_go_on(tmp_path: Path) -> None:
     with launched(tmp_path) as (launcher, ranks):
         assert launcher.stderr is not None

@@ -56,6 +56,7 @@ def test_chunks_asked_for_train_and_are_gone_afterwards(
     assert not [m for m in module.pipe.dit.blocks.modules() if "forward" in vars(m)]
 
 
+@pytest.mark.slow
 def test_other_plans_are_weighed_with_blocks_that_have_no_chunks_yet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: None
 ) -> None:

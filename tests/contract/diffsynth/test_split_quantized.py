@@ -330,6 +330,7 @@ def test_bad_split_leaves_the_base_as_it_was(
     assert not quantized_names(module.pipe.dit, trained=False)
 
 
+@pytest.mark.slow
 def test_full_training_on_a_quantised_base_is_refused(
     files: wan_checkpoint.CheckpointFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

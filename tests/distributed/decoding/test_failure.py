@@ -291,6 +291,7 @@ def frames_to_a_callback(rank: int, size: int) -> tuple[str, str, list[int]]:
     return (*outcome_of(lambda: vae.decode(make_latent(5)))[:2], seen)
 
 
+@pytest.mark.slow
 def test_frames_that_a_callback_has_are_not_sent_to_it_again() -> None:
     name, text, seen = values(run_ranks(frames_to_a_callback, 2))[0]
     assert name == "RanksFailed"

@@ -11,6 +11,8 @@ from .faults import FAULTS, Told, Uncompared, calls, compiles, uncompared
 from .ranks import run_ranks, values
 from .tiny import make_latent, make_vae
 
+pytestmark = pytest.mark.slow  # each test is a set of ranks
+
 
 @pytest.fixture(scope="module")
 def told() -> list[Told]:
@@ -18,7 +20,6 @@ def told() -> list[Told]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_rank_has_the_framework_s_result_and_the_same_sentence(fault: str, told: list[Told]) -> None:
     for rank in told:
@@ -26,19 +27,16 @@ def test_every_rank_has_the_framework_s_result_and_the_same_sentence(fault: str,
         assert [equal for equal, *_ in rank[fault]] == [True, True]
 
 
-@pytest.mark.slow
 def test_equal_ranks_share_the_call_and_say_that_it_was_compared(told: list[Told]) -> None:
     assert told[0]["none"] == 2 * [(True, "strict, compared", "")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS[1:3])
 def test_fault_is_found_and_named(fault: str, told: list[Told]) -> None:
     for (_, _, reason), source in zip(told[0][fault], ("latent", "video")):
         assert reason.startswith(f"strict was not equal for a {source} of [")
 
 
-@pytest.mark.slow
 def test_hook_on_one_rank_leaves_the_call_to_the_framework_on_all(told: list[Told]) -> None:
     decode, encode_ = told[1]["framework of the last rank"]
     assert decode == (True, "strict, not compared", "decoder has forward hooks")
@@ -65,7 +63,6 @@ def laid_otherwise(rank: int, size: int) -> list[bool]:
     return found
 
 
-@pytest.mark.slow
 def test_ranks_whose_weights_lie_otherwise_compare_the_same_frames() -> None:
     assert values(run_ranks(laid_otherwise, 2)) == [[True, True]] * 2
 
@@ -74,7 +71,6 @@ def short_call_out_of_memory(rank: int, size: int) -> Uncompared:
     return uncompared(make_vae("2.1"), make_latent(6), breaks=rank == 0)
 
 
-@pytest.mark.slow
 def test_short_call_out_of_memory_on_one_rank_fails_no_call_and_the_next_is_compared() -> None:
     for found in values(run_ranks(short_call_out_of_memory, 2)):
         assert found.equal == [True, True]

@@ -191,7 +191,7 @@ def with_weight_term(rank: int, size: int, way: str) -> float:
     return farthest(found, expected)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", ["in the loss", "in a backward of its own"])
 def test_term_on_the_weights_counts_once(way: str, size: int) -> None:
     assert max(values(run_ranks(with_weight_term, size, way))) <= EXACT

@@ -36,7 +36,9 @@ def error_in_a_block(rank: int, size: int, when: int, kind: str) -> tuple[str, s
     return outcome_of(lambda: CASE.step(model))
 
 
-@pytest.mark.parametrize(("when", "kind"), [(1, "error"), (2, "oom")], ids=["forward", "recomputation"])
+@pytest.mark.parametrize(
+    ("when", "kind"), [pytest.param(1, "error", marks=pytest.mark.slow), (2, "oom")], ids=["forward", "recomputation"]
+)
 def test_error_in_a_block_of_one_rank_ends_all_ranks_with_its_name(when: int, kind: str) -> None:
     results = values(run_ranks(error_in_a_block, 3, when, kind))
     name, text = ("ValueError", "injected") if kind == "error" else ("OutOfMemoryError", "CUDA out of memory")
