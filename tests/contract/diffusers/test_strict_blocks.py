@@ -1,0 +1,84 @@
+"""Blocks of Wan's transformers with kernels in place of their steps, interpreted on the CPU: the framework's bits.
+
+A layer norm rounds otherwise on the CPU than on CUDA, so its kernels are found to differ here, and diffusers' own steps
+compute it; tests/gpu/generation compares them on a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="this torch comes without Triton; diffusers' own steps compute then")
+
+SCRIPT = """
+import json, sys
+import torch
+import wanshim
+from wanshim.core.strict_blocks import kernels
+
+kernels.available = lambda x: x.dtype == torch.float16  # the interpreter computes on the CPU
+import diffusers
+
+CONFIG = {"num_attention_heads": 3, "attention_head_dim": 16, "num_layers": 3, "ffn_dim": 64, "text_dim": 32}
+CONFIG |= {"freq_dim": 16, "in_channels": 4, "out_channels": 4}
+torch.manual_seed(0)
+x, text, times = torch.randn(2, 4, 2, 6, 8).half(), torch.randn(2, 7, 32).half(), torch.tensor([500.0, 400.0])
+image = torch.randn(1, 257, 24).half()
+calls = {
+    "wan": ({}, {"hidden_states": x, "timestep": times, "encoder_hidden_states": text}),
+    "a time for each token": (
+        {}, {"hidden_states": x[:1], "timestep": torch.rand(1, 24) * 900, "encoder_hidden_states": text[:1]}
+    ),
+    "image to video": (
+        {"image_dim": 24, "added_kv_proj_dim": 48},
+        {"hidden_states": x[:1], "timestep": times[:1], "encoder_hidden_states": torch.randn(1, 512, 32).half(),
+         "encoder_hidden_states_image": image},
+    ),
+    "vace": (
+        {"vace_layers": [0, 2], "vace_in_channels": 6},
+        {"hidden_states": x, "timestep": times, "encoder_hidden_states": text,
+         "control_hidden_states": torch.randn(2, 6, 2, 6, 8).half()},
+    ),
+}
+found = {}
+for name, (config, given) in calls.items():
+    cls = diffusers.WanVACETransformer3DModel if name == "vace" else diffusers.WanTransformer3DModel
+    model = cls(**CONFIG, **config).half().eval()
+    with torch.no_grad():
+        expected = model(**given, return_dict=False)[0]
+        wanshim.activate("diffusers.strict_blocks")
+        equal = [torch.equal(model(**given, return_dict=False)[0], expected) for _ in range(3)]
+        with torch.enable_grad():
+            trained = model(**given, return_dict=False)[0]
+            trained.float().sum().backward()
+        row = wanshim.report().row("diffusers.strict_blocks")
+        found[name] = {"equal": equal, "trained": torch.equal(trained, expected), "calls": row.calls,
+                       "fallbacks": row.fallbacks, "notes": row.notes, "state": row.state}
+        wanshim.deactivate()
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_blocks_have_the_bits_of_diffusers() -> None:
+    variables = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=variables, capture_output=True, text=True, timeout=250, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == 4
+    for name, row in found.items():
+        assert row["equal"] == [True] * 3, (name, row)
+        assert row["trained"], name
+        assert row["fallbacks"] == {}, (name, row)
+        assert row["state"] == "exercised"
+        blocks = 3 + 2 * (name == "vace")
+        # Each block, and its self- and cross-attention; once more in the call that compares whole blocks.
+        assert row["calls"] >= 3 * 3 * blocks, (name, row)
+        assert all(note.startswith("norm with") for note in row["notes"]), row["notes"]
