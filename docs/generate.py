@@ -182,6 +182,8 @@ TABLES = {
     "resume cost": lambda _: first_calls.resume_table(),
     "generation": lambda _: generation_tables.generation_table(),
     "generation whole": lambda _: generation_tables.whole_table(),
+    "generation blocks": lambda _: generation_tables.blocks_table(),
+    "generation script": lambda _: generation_tables.script_table(),
     "generation workers": lambda _: generation_tables.worker_table(),
     "decode arms": lambda _: decode_tables.arms_tables(),
     "engine arms": lambda _: decode_tables.engine_tables(),

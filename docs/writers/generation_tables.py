@@ -10,6 +10,7 @@ from writers.measured import commit_of, result
 
 RECORDS = tuple(f"generate_{size}_{gpus}xH200" for gpus in (2, 4) for size in ("480p", "720p"))
 ON_TWO = RECORDS[:2]
+BLOCKS, SCRIPT = "strict_blocks_1xH200", "generate_script_2xH200"
 WHOLE = tuple(f"generate_full_{gpus}xH200" for gpus in (1, 2, 4))
 TITLES = {
     "alone": "diffusers on one GPU",
@@ -51,6 +52,47 @@ def whole_table() -> str:
         lines.append((record["size"], len(row["peak_GiB"]), TITLES[row["arm"]], *cells))
     heads = "video | GPUs | way | seconds of the call | of one GPU | of them its decode | frames"
     return table(heads, lines, _where(WHOLE, ""))
+
+
+def blocks_table() -> str:
+    """One forward, the blocks' steps by the framework and by one kernel each."""
+    found = result(BLOCKS)
+    names = {"diffusers": "diffusers", "diffsynth": "DiffSynth-Studio"}
+    lines = [
+        (
+            names[row["framework"]],
+            row["size"],
+            f"{row['alone_s']:.3f}",
+            f"{row['strict_s']:.3f}",
+            f"{row['ratio']:.2f}x",
+            "equal" if row["equal"] else "not equal",
+        )
+        for row in found["rows"]
+    ]
+    where = f"{found['gpu']}, torch {found['torch']}, {found['model']}, bf16, commit {commit_of(found)}."
+    return table("framework | video | seconds alone | with wanshim | | values", lines, where)
+
+
+def script_table() -> str:
+    """A user's script of three calls, alone and by its command lines with wanshim."""
+    found = result(SCRIPT)
+    alone = found["rows"][0]
+    lines = []
+    for row in found["rows"]:
+        first, second, other = row["calls"]
+        pairs = zip(row["calls"], alone["calls"], strict=True)
+        equal = "equal" if all(one["frames"] == own["frames"] for one, own in pairs) else "not equal"
+        ratio = alone["calls"][1]["seconds"] / second["seconds"]
+        cells = (
+            f"{first['seconds']:.1f}",
+            f"{second['seconds']:.1f}",
+            f"{ratio:.2f}x",
+            f"{other['seconds']:.1f}",
+            equal,
+        )
+        lines.append((f"`{row['command'].partition(' benchmarks')[0]} ...`", *cells))
+    heads = "command | first call | second call | of the script alone | third call, 272x480x33 | frames"
+    return table(heads, lines, _where((SCRIPT,), f" {found['steps']} steps, seconds with the decode."))
 
 
 def worker_table() -> str:
