@@ -4,7 +4,8 @@
     python benchmarks/generate.py --size 720x1280x81 --steps 2 --arms alone cfg:2 sequence:2 ulysses usp xdit
     python benchmarks/generate.py --arms alone cuda:0,cuda:0        two processes on one GPU: bits, cost of sharing
 
-An arm is `alone`, `strict_blocks` of one GPU, one of the peers in generate_peers.py, or what wanshim takes for the GPUs: `cfg:2`, `sequence:2`.
+An arm is `alone`, `strict_blocks` of one GPU, one of the peers in generate_peers.py, or what wanshim takes for the
+GPUs: `cfg:2`, `sequence:2`.
 Each arm runs in processes of its own, with the same random weights, prompt embeddings, noise and scheduler. It calls
 its pipeline with few frames and one step, to warm up, and then once in full size. The next arm's processes import
 meanwhile. An arm that fails is a row with the reason. Steps are guided: two forwards. What a row has:

@@ -375,8 +375,9 @@ class Settings:
         "generate on all GPUs",
         "2",
         "Over how many GPUs one process's pipeline denoises; `wanshim generate --gpus` sets it. Switches `generate` "
-        "and `strict_blocks` on; with `1` the latter alone has an effect. `cfg:2`: guidance alone, its two forwards at once, with equal bits; `sequence:3`: the tokens of each "
-        "forward over three GPUs; `cfg:2,sequence:2`: both, over four.",
+        "and `strict_blocks` on; with `1` the latter alone has an effect. `cfg:2`: guidance alone, its two forwards at "
+        "once, with equal bits; `sequence:3`: the tokens of each forward over three GPUs; `cfg:2,sequence:2`: both, "
+        "over four.",
     )
     resume: WantedResume | None = _row(
         _resume,

@@ -92,8 +92,8 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
     Raises:
         NotShared: it must run on one GPU.
     """
-    from wanshim.adapters.diffusers import offload
-    from wanshim.core.generation import Forward, PipelineBinding
+    from wanshim.adapters.diffusers import offload, step_cache
+    from wanshim.core.generation import Forward, NotShared, PipelineBinding
 
     models: dict[str, Any] = {}
     for name in TRANSFORMERS:
@@ -105,31 +105,38 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
     given.apply_defaults()
     by_arguments = "true_cfg_scale" in given.arguments  # Qwen-Image
     no_pair = _why_no_pair(given.arguments) if by_arguments else ""
+    cached = [model for model in models.values() if step_cache.is_cached(model)]
+    may_change = given.arguments.get("callback_on_step_end") is not None
+    if cached and may_change:
+        raise NotShared("a callback between steps may change what a step cache has kept")
     return PipelineBinding(
         name=type(pipe).__name__,
         forwards=tuple(
             Forward(
                 owner=model,
                 attribute="forward",
-                function=model,
+                function=step_cache.forward if model in cached else model,
                 modules={name: model},
                 empty=partial(_empty, model),
                 same="hidden_states",
                 blocks=blocks_of,
-                few=partial(_few, model),
+                few=None if model in cached else partial(_few, model),
+                sent=partial(step_cache.sent, model) if model in cached else None,
             )
             for name, model in models.items()
         ),
-        no_sequence=next(filter(None, map(_why_no_sequence, models.values())), ""),
+        no_sequence="a step cache skips forwards by what it has of all tokens"
+        if cached
+        else next(filter(None, map(_why_no_sequence, models.values())), ""),
         heads=min((model.config.num_attention_heads for model in models.values()), default=0),
         is_guided=lambda: not no_pair if by_arguments else bool(pipe.do_classifier_free_guidance),
         no_pair=no_pair,
-        may_change=given.arguments.get("callback_on_step_end") is not None,
+        may_change=may_change,
         check=partial(_check, pipe, models),
-        set_up=set_up_attention,
+        set_up=set_up_copy,
         vae=None if offload.is_offloaded(pipe.vae) else pipe.vae,
         device=offload.execution_device(pipe, models),
-        without_offload=offload.without_offload,
+        without_hooks=offload.without_hooks,
         decodes=given.arguments.get("output_type") != "latent" and not getattr(pipe.vae, "use_tiling", False),
     )
 
@@ -241,6 +248,15 @@ def _few(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any
     from wanshim.core.generation import few_tokens
 
     return (args, kwargs) if hasattr(model, "transformer_blocks") else few_tokens("hidden_states", args, kwargs)
+
+
+def set_up_copy(model: Any) -> None:
+    """Set up what diffusers keeps beside a model: in this process, and in hooks that a copy has not."""
+    from wanshim.adapters.diffusers import step_cache
+
+    set_up_attention(model)
+    if step_cache.is_cached(model):
+        step_cache.set_up(model)
 
 
 def set_up_attention(model: Any) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from wanshim.adapters.diffusers import step_cache
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def execution_device(pipe: Any, models: dict[str, Any]) -> torch.device | None:
 
 
 def is_offloaded(model: Any) -> bool:
-    return any(_hooks(module) for module in model.modules())
+    return any(hasattr(module, "_hf_hook") or GROUPS.intersection(_of_diffusers(module)) for module in model.modules())
 
 
 def why_not_carried(model: Any) -> str:
@@ -44,27 +45,27 @@ def why_not_carried(model: Any) -> str:
             kind = type(hook).__name__
             if kind != "CpuOffload" and not _is_of_weights(hook):
                 return f"{where}is moved by accelerate ({kind}, as of device_map)"
-        registry = getattr(module, "_diffusers_hook", None)
-        others = [name for name in getattr(registry, "hooks", ()) if name not in GROUPS]
+        hooks = _of_diffusers(module)
+        others = [n for n, each in hooks.items() if n not in GROUPS and not step_cache.is_of_cache(model, each)]
         if others:
             return f"{where}has hooks of diffusers: {', '.join(others)}"
-        group = getattr(getattr(registry, "hooks", {}).get("group_offloading"), "group", None)
+        group = getattr(hooks.get("group_offloading"), "group", None)
         if getattr(group, "offload_to_disk_path", None):
             return f"{where}is offloaded to disk"
-    with without_offload(model):
+    with without_hooks(model):
         if any(tensor.device == torch.device("meta") for tensor in (*model.parameters(), *model.buffers())):
             return "has weights that its offload keeps elsewhere"
     return ""
 
 
 @contextlib.contextmanager
-def without_offload(model: Any) -> Iterator[None]:
-    """The model as its classes made it, its weights where the offload keeps them."""
+def without_hooks(model: Any) -> Iterator[None]:
+    """The model as its classes made it, without offload and step cache, its weights where the offload keeps them."""
     with Undo() as undo:
         for module in model.modules():
-            if not _hooks(module):
+            if not (hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook")):
                 continue
-            if any(name in GROUPS for name in getattr(getattr(module, "_diffusers_hook", None), "hooks", ())):
+            if GROUPS.intersection(_of_diffusers(module)):
                 _wait(module)
             hooks = _of_accelerate(module)
             for name in (*_OF_ACCELERATE, *_OF_DIFFUSERS, "forward"):
@@ -75,9 +76,10 @@ def without_offload(model: Any) -> Iterator[None]:
         yield
 
 
-def _hooks(module: Any) -> bool:
-    registry = getattr(module, "_diffusers_hook", None)
-    return hasattr(module, "_hf_hook") or bool(registry is not None and registry.hooks)
+def _of_diffusers(module: Any) -> dict[str, Any]:
+    """Hooks by name."""
+    hooks: dict[str, Any] = getattr(getattr(module, "_diffusers_hook", None), "hooks", {})
+    return hooks
 
 
 def _of_accelerate(module: Any) -> list[Any]:

@@ -92,8 +92,8 @@ def gain_table() -> str:
     gpu = measured.result(_LOOP.format(1))["gpu"]
     note = (
         f"{gpu}, bf16. One GPU is the framework alone, without wanshim; ratios are to it in the same record. "
-        "Decode and encode on four GPUs, and generation on two and four, were measured before the operators of the columns "
-        "beside them."
+        "Decode and encode on four GPUs, and generation on two and four, were measured before the operators of the "
+        "columns beside them."
     )
     return table("what | 1 GPU | 1 GPU with wanshim | 2 GPUs | 4 GPUs | result", lines, note)
 

@@ -525,9 +525,11 @@ def offloaded(pipe: Any) -> None:
 
 
 def cached(pipe: Any) -> None:
-    from diffusers import FirstBlockCacheConfig
+    from diffusers import PyramidAttentionBroadcastConfig
 
-    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+    ranges = {"spatial_attention_block_skip_range": 2, "spatial_attention_timestep_skip_range": (100, 800)}
+    config = PyramidAttentionBroadcastConfig(**ranges, current_timestep_callback=lambda: pipe.current_timestep)
+    pipe.transformer.enable_cache(config)
 
 
 def dropping(pipe: Any) -> None:
@@ -548,7 +550,7 @@ def quantized(pipe: Any) -> None:
 REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "device_map": (lambda pipe: setattr(pipe, "hf_device_map", {"transformer": 0}), "placed by device_map"),
     "cpu offload": (offloaded, "moved by accelerate"),
-    "cache": (cached, "has hooks of diffusers: .*fbc"),
+    "cache": (cached, "has hooks of diffusers: .*pyramid"),
     "fp8 storage": (cast, "has hooks of diffusers: .*layerwise_casting"),
     "dropout": (dropping, r"\(blocks\.0\.attn1\.to_q\.lora_dropout\.default\) drops at random"),
     "hook": (hooked, r"\(blocks.0\) has forward hooks"),

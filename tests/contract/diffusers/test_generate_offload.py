@@ -56,7 +56,7 @@ def test_offload_layer_by_layer_leaves_a_copy_its_weights() -> None:
     assert {value.device.type for value in pipe.transformer.parameters()} == {"meta"}
     assert offload.is_offloaded(pipe.transformer)
     assert offload.why_not_carried(pipe.transformer) == ""
-    with offload.without_offload(pipe.transformer):
+    with offload.without_hooks(pipe.transformer):
         found = pipe.transformer.state_dict()
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)

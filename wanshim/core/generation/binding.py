@@ -32,6 +32,7 @@ class Forward:
         reads: names of the arguments that it reads; no others are sent. None: all.
         few: from its arguments, those of a forward with few tokens, by which new copies are compared; None: they are
             not.
+        sent: from its arguments, those with which a worker calls `function`; None: the same.
     """
 
     owner: Any
@@ -43,6 +44,10 @@ class Forward:
     blocks: Callable[..., Sequence[BlockList]] | None = None
     reads: frozenset[str] | None = None
     few: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Any]] | None = None
+    sent: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Any]] | None = None
+
+    def as_sent(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return (args, kwargs) if self.sent is None else self.sent(args, kwargs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +69,8 @@ class PipelineBinding:
         vae: whose decode and encode the processes share; None: this process computes them.
         decodes: whether the call ends with a decode that they can share: not of latents, and not in tiles.
         device: on which the forwards compute, where the script's offload keeps weights elsewhere; None: they are there.
-        without_offload: a context in which a module has its weights and none of the script's offload.
+        without_hooks: a context in which a module has its weights, and none of the hooks by which the script offloads or
+            caches.
     """
 
     name: str
@@ -79,7 +85,7 @@ class PipelineBinding:
     vae: nn.Module | None = None
     decodes: bool = True
     device: torch.device | None = None
-    without_offload: Callable[[nn.Module], AbstractContextManager[object]] = lambda module: nullcontext()
+    without_hooks: Callable[[nn.Module], AbstractContextManager[object]] = lambda module: nullcontext()
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -93,8 +99,8 @@ class PipelineBinding:
 
     @contextmanager
     def as_made(self) -> Iterator[None]:
-        """All that is copied without the script's offload."""
+        """All that is copied without the script's hooks."""
         with ExitStack() as stack:
-            for module in self.copied if self.device is not None else ():
-                stack.enter_context(self.without_offload(module))
+            for module in self.copied:
+                stack.enter_context(self.without_hooks(module))
             yield

@@ -449,6 +449,7 @@ class _Call:
         self._hold(forward, workers)
         with self._replaced_no_more():
             compare(workers, self._plan.gpus - 1, forward, args, kwargs)
+        args, kwargs = forward.as_sent(args, kwargs)
         if len(half.ranks) == 1:
             return [workers.call(half.ranks[0] - 1, forward.function, *args, **kwargs)]
         return [
@@ -500,7 +501,7 @@ class _Call:
             weights = sum(map(num_bytes, self._binding.copied))
             parts = [bytes_when_streamed(module) for module in self._binding.modules.values()]
             rest = 0 if self._binding.vae is None else num_bytes(self._binding.vae)
-            working = self._shared.working_bytes(forward, args, kwargs)
+            working = self._shared.working_bytes(forward, *forward.as_sent(args, kwargs))
         job = GenerationJob(
             pipeline=self._binding.name,
             devices=tuple(map(str, self._devices)),
