@@ -127,6 +127,7 @@ def test_number_of_processes_that_contradicts_the_split_ends_with_two_before_the
     assert the_line_of(done).startswith(f"wanshim: {SENTENCE} (torchrun: --nproc_per_node 1)")
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_number_in_accelerates_configuration_that_contradicts_the_split_ends_with_two(machine: Machine) -> None:
     (machine.folder / "two.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
@@ -190,6 +191,7 @@ def test_two_processes_with_a_split_each_start(machine: Machine) -> None:
     assert machine.started == {"0": "2 WANSHIM_DEVICES", "1": "2 WANSHIM_DEVICES"}
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_plan_of_a_process_a_gpu_leaves_the_launcher_its_default(machine: Machine) -> None:
     done = machine.run(*ACCELERATE_LAUNCH, "train.py", WANSHIM_DEVICES="", WANSHIM_PLAN="stream")

@@ -120,6 +120,7 @@ def test_refusal_is_reported_and_the_run_is_diffsynths_own(
     check_refusal_is_reported(STEP, {"COMPILE": "1"}, split, tmp_path, monkeypatch)
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_kept_blocks_give_the_bits_of_the_same_graphs_with_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -29,11 +29,12 @@ def test_functions_that_want_an_index_insist_on_one(one_gpu: torch.device) -> No
     assert torch.cuda.get_per_process_memory_fraction("cuda:0") == 1.0
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_gpu")
 @pytest.mark.parametrize(
     "variables",
-    [pytest.param(given, id=name, marks=[pytest.mark.sweep] * (name != "stream")) for name, given in RUNS.items()],
+    [pytest.param(given, id=name) for name, given in RUNS.items()],
 )
 def test_run_on_one_gpu_plans_for_its_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]

@@ -121,6 +121,7 @@ def test_one_process_ends_at_100_percent_with_the_totals_that_happened(
     assert_finished_at(run_folder(job.output / "training_logs", job.output), micro=14, optimizer=6)
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_step_that_saves_a_checkpoint_is_not_longer_for_it(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     save = Accelerator.save
@@ -205,6 +206,7 @@ def test_log_that_cannot_be_opened_does_not_stop_training(
     assert "not recorded: " in next(iter(row.fallbacks))
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_off_leaves_runner_and_logger_as_they_are(job: Job) -> None:
     from diffsynth.diffusion import logger, runner

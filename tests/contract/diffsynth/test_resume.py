@@ -76,7 +76,9 @@ def note() -> str:
         ({}, 3),
         ({"accumulation": 3, "workers": 2, "save_steps": 2}, 11),  # groups of 3, 3 and 1 an epoch
         pytest.param({"workers": 2}, 9, marks=pytest.mark.sweep),
-        ({"customized_optimizer": "torch.optim.RMSprop", "save_steps": 3}, 6),  # the last batch of an epoch
+        pytest.param(  # the last batch of an epoch
+            {"customized_optimizer": "torch.optim.RMSprop", "save_steps": 3}, 6, marks=pytest.mark.sweep
+        ),
         pytest.param({"customized_optimizer": f"{resume_job.__name__}.Nested"}, 5, marks=pytest.mark.sweep),
     ],
 )

@@ -159,6 +159,7 @@ def test_latents_need_no_decode_and_none_is_prepared(shared: SharedPipeline) -> 
     assert pipe.vae not in together._KNOWN
 
 
+@pytest.mark.slow
 def test_processes_that_cannot_connect_ahead_do_it_for_the_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe, shared = (
         wan_pipelines.wan(),
@@ -677,6 +678,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.slow
 def test_an_unmodified_script_has_the_same_frames_by_one_command(tmp_path: Path) -> None:
     """No `__main__` guard, and helpers beside the script."""
     script = tmp_path / "generate.py"
@@ -726,7 +728,7 @@ AHEAD = """
 """
 
 
-@pytest.mark.parametrize("what", ["generates", "never"])
+@pytest.mark.parametrize("what", ["generates", pytest.param("never", marks=pytest.mark.slow)])
 def test_the_command_starts_workers_when_the_script_imports_its_framework(what: str, tmp_path: Path) -> None:
     """In the script's process alone, for its first pipeline; without a call they end with it."""
     script = tmp_path / "script.py"
@@ -949,7 +951,10 @@ def test_what_the_command_cannot_do_is_one_sentence_before_anything_is_loaded(
 @pytest.mark.parametrize(
     ("variables", "launcher", "found", "text"),
     [
-        ({}, ["torchrun"], "True 2", "wanshim: --gpus 2 had no effect: this process called no pipeline"),
+        pytest.param(
+            *({}, ["torchrun"], "True 2", "wanshim: --gpus 2 had no effect: this process called no pipeline"),
+            marks=pytest.mark.slow,
+        ),
         (
             {"WANSHIM_DISABLE": "1"},
             [sys.executable],

@@ -298,6 +298,7 @@ def test_what_a_callback_enters_leaves_the_rest_of_the_call_to_one_gpu(
         assert text in shared.plan.rejected["guidance over 2"]
 
 
+@pytest.mark.slow
 def test_call_that_shares_nothing_is_no_effect_of_the_plan_of_the_one_before(monkeypatch: Patch) -> None:
     pipe = wan_pipelines.wan()
     monkeypatch.setenv("WANSHIM_GENERATE", "2")
@@ -442,7 +443,7 @@ def test_models_that_another_thread_calls_meanwhile_compute_in_this_process(shar
     assert torch.equal(seen[0], alone)
 
 
-@pytest.mark.parametrize("kind", ["function", "object", "diffusers"])
+@pytest.mark.parametrize("kind", ["function", pytest.param("object", marks=pytest.mark.slow), "diffusers"])
 def test_models_that_a_callback_calls_compute_in_this_process(kind: str) -> None:
     """Directly, and through another pipeline of the same transformer."""
     from diffusers.callbacks import PipelineCallback
@@ -538,6 +539,7 @@ def test_arguments_that_cannot_be_sent_run_on_one_gpu_and_the_plan_says_why(shar
     assert shared.plan.gpus == 2
 
 
+@pytest.mark.slow
 def test_subclass_whose_call_takes_other_arguments_is_served(monkeypatch: Patch) -> None:
     pipe = wan_pipelines.wan()
     expected = generate(pipe, "wan")
