@@ -7,9 +7,12 @@ import importlib.util
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests import forking
 from tests.opens import count_opens  # noqa: F401, a fixture
 from tests.sources import read_once
 
@@ -21,6 +24,27 @@ USUAL = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DF
 for number, usual in USUAL.items():
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """One fork server for all workers of pytest-xdist, which starts while they collect. What forks print would stand
+    between the lines of the report: a test that runs without workers shows it."""
+    printed = [os.dup(1), os.dup(2)]
+    with Path(os.devnull).open("wb") as nowhere:
+        for number in (1, 2):
+            os.dup2(nowhere.fileno(), number)
+    try:
+        node.workerinput["forks"] = forking.start()
+    finally:
+        for number, kept in zip((1, 2), printed):
+            os.dup2(kept, number)
+            os.close(kept)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "forks" in getattr(config, "workerinput", {}):
+        forking.share(config.workerinput["forks"])  # type: ignore[attr-defined]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
