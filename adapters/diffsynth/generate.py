@@ -12,9 +12,11 @@ report says why.
 from __future__ import annotations
 
 import inspect
+import itertools
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from wanshim.patching import Feature, Kind, Seam
 from wanshim.patching.pipeline_call import replace_call, start_ahead, watch_forward
@@ -28,10 +30,10 @@ if TYPE_CHECKING:
 PIPELINE = "diffsynth.pipelines.wan_video:WanVideoPipeline"
 DIT = "diffsynth.models.wan_video_dit"
 PROGRESS = "progress_bar_cmd"
-OF_A_CALL = {
-    "tea_cache_l1_thresh": "tea_cache_l1_thresh: TeaCache skips forwards by what it read of the last ones",
-    "sliding_window_size": "sliding_window_size: windows of frames overlap in one forward",
-}
+OF_A_CALL = {"sliding_window_size": "sliding_window_size: windows of frames overlap in one forward"}
+_NUMBERS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of a script's TeaCaches, of which a call has two
+_next = itertools.count()
+_KEPT: dict[int, Any] = {}  # of a worker: the TeaCache of its forward in this call
 
 
 def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
@@ -42,7 +44,7 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
     """
     from diffsynth.pipelines import wan_video
 
-    from wanshim.core.generation import Forward, PipelineBinding, few_tokens
+    from wanshim.core.generation import Forward, NotShared, PipelineBinding, few_tokens
 
     signature = inspect.signature(type(pipe).__call__)
     given = signature.bind_partial(pipe, *args, **kwargs)
@@ -51,6 +53,11 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
     _check(pipe, parts, given.arguments)
     no_sequence, heads = _tokens(pipe)
     merged = given.arguments["cfg_merge"]
+    cached = given.arguments["tea_cache_l1_thresh"] is not None
+    # a generator, whose lines run between steps
+    may_change = given.arguments[PROGRESS] is not signature.parameters[PROGRESS].default
+    if cached and may_change:
+        raise NotShared("code between steps may change what TeaCache has kept")
     guided = given.arguments["cfg_scale"] != 1.0 and not merged
     return PipelineBinding(
         name=type(pipe).__name__,
@@ -58,25 +65,41 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
             Forward(
                 owner=pipe,
                 attribute="model_fn",
-                function=wan_video.model_fn_wan_video,  # by this name a worker finds it
+                # by these names a worker finds it
+                function=with_kept_cache if cached else wan_video.model_fn_wan_video,
                 modules=parts,
                 empty=_empty,
                 same="latents",
                 blocks=blocks_of,
                 reads=frozenset(inspect.signature(pipe.model_fn).parameters),
-                few=partial(few_tokens, "latents"),
+                few=None if cached else partial(few_tokens, "latents"),
+                sent=numbered if cached else None,
             ),
         ),
         is_guided=lambda: guided,
         no_pair="cfg_merge makes one forward of a step's two" if merged else "",
-        no_sequence=no_sequence,
+        no_sequence="TeaCache skips forwards by what it has of all tokens" if cached else no_sequence,
         heads=heads,
-        # a generator, whose lines run between steps
-        may_change=given.arguments[PROGRESS] is not signature.parameters[PROGRESS].default,
+        may_change=may_change,
         check=partial(_check, pipe, parts, given.arguments),
         vae=pipe.vae,
         decodes=not given.arguments.get("tiled", False),
     )
+
+
+def numbered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of `with_kept_cache`, from those of `model_fn_wan_video`."""
+    return (_NUMBERS.setdefault(kwargs["tea_cache"], next(_next)), *args), kwargs
+
+
+def with_kept_cache(number: int, *args: Any, tea_cache: Any, **kwargs: Any) -> Any:
+    """`model_fn_wan_video` with the TeaCache that came first by this number: its state is that of the forwards here."""
+    from diffsynth.pipelines import wan_video
+
+    if number not in _KEPT:
+        _KEPT.clear()
+        _KEPT[number] = tea_cache
+    return wan_video.model_fn_wan_video(*args, tea_cache=_KEPT[number], **kwargs)
 
 
 def blocks_of(_: Any, *, dit: Any, vace: Any = None, **__: Any) -> list[BlockList]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import subprocess
@@ -224,10 +225,32 @@ def test_music_is_refused_by_name() -> None:
         wanshim.parallelize_pipeline(pipe, gpus=2)
 
 
+TEA_CACHE = {"tea_cache_l1_thresh": 1e6, "tea_cache_model_id": "Wan2.1-T2V-1.3B"}  # skips all that it may
+
+
+@pytest.mark.parametrize("cfg_scale", [5.0, pytest.param(1.0, marks=pytest.mark.sweep)])
+def test_frames_are_those_of_tea_cache_on_one_gpu(cfg_scale: float, request: pytest.FixtureRequest) -> None:
+    pipe = wan_pipelines.MADE["t2v"]()
+    own_bar = inspect.signature(type(pipe).__call__).parameters["progress_bar_cmd"].default
+    steps = {"num_inference_steps": 5, "cfg_scale": cfg_scale, "progress_bar_cmd": own_bar}
+    without = generate(pipe, "t2v", **steps)
+    expected = [generate(pipe, "t2v", **steps, **TEA_CACHE) for _ in range(2)]
+    assert not torch.equal(expected[0], without)
+    handle = wanshim.parallelize_pipeline(pipe, gpus=2)
+    request.addfinalizer(handle.remove)
+    found = [generate(pipe, "t2v", **steps, **TEA_CACHE) for _ in range(2)]
+    assert all(map(torch.equal, expected, found))
+    assert (handle.plan.guidance, handle.plan.sequence) == (2 if cfg_scale > 1 else 1, 1)
+    assert torch.equal(generate(pipe, "t2v", **steps), without) or cfg_scale == 1.0  # whose tokens go over both
+
+
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
-        ({"tea_cache_l1_thresh": 0.1, "tea_cache_model_id": "Wan2.1-T2V-1.3B"}, "tea_cache_l1_thresh: TeaCache"),
+        (
+            {**TEA_CACHE, "progress_bar_cmd": lambda steps: (step for step in steps)},
+            "code between steps may change what TeaCache has kept",
+        ),
         ({"sliding_window_size": 1, "sliding_window_stride": 1}, "sliding_window_size: windows"),
     ],
     ids=["TeaCache", "sliding window"],
