@@ -438,16 +438,16 @@ def test_doctor_names_variables_without_effect(command: Command, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("words", "number", "fewest"),
-    [(("run",), "0", 1), (("run",), "2,3", 1), (("doctor",), "two", 1), (("generate",), "1", 2), (("run",), "", 1)],
+    ("words", "number"),
+    [(("run",), "0"), (("run",), "2,3"), (("doctor",), "two"), (("generate",), "0"), (("run",), "")],
 )
 def test_gpus_that_are_no_number_are_refused_with_how_to_name_them(
-    command: Command, words: tuple[str, ...], number: str, fewest: int
+    command: Command, words: tuple[str, ...], number: str
 ) -> None:
     status, out, err = command(*words, "--gpus", number, "--", "true")
     said = " ".join(err.replace("│", " ").split())
     assert (status, out) == (2, "")
-    assert f"{number!r}. Expected a number, {fewest} or more; which GPUs, as in CUDA_VISIBLE_DEVICES=2,3 " in said
+    assert f"{number!r}. Expected a number, 1 or more; which GPUs, as in CUDA_VISIBLE_DEVICES=2,3 " in said
 
 
 @pytest.mark.parametrize("option", ["--jsno", "--gups", "-x"])
