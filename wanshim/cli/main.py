@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from io import TextIOWrapper
 from typing import Annotated, Optional
 
@@ -36,23 +36,19 @@ errors = Console(stderr=True)
 FOREIGN_OPTIONS = {"allow_interspersed_args": False}  # what follows the first argument is another program's
 
 
-def _at_least(fewest: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if text.strip().isdecimal() and int(text) >= fewest:
-            return int(text)
-        raise typer.BadParameter(
-            f"{text!r}. Expected a number, {fewest} or more; which GPUs, as in CUDA_VISIBLE_DEVICES=2,3 wanshim run "
-            "--gpus 2"
-        )
-
-    return number
+def _count(text: str) -> int:
+    if text.strip().isdecimal() and int(text) >= 1:
+        return int(text)
+    raise typer.BadParameter(
+        f"{text!r}. Expected a number, 1 or more; which GPUs, as in CUDA_VISIBLE_DEVICES=2,3 wanshim run --gpus 2"
+    )
 
 
 Features = Annotated[Optional[str], typer.Option("--features", "-f", help="In place of WANSHIM_FEATURES.")]  # noqa: UP045
 Gpus = Annotated[
     Optional[int],  # noqa: UP045
     typer.Option(
-        parser=_at_least(1),
+        parser=_count,
         help="Train on so many GPUs by a plan: on several, a process for each and a sample on all.",
     ),
 ]
@@ -156,7 +152,7 @@ def run(
 @app.command(context_settings=FOREIGN_OPTIONS)
 def generate(
     command: Annotated[list[str], typer.Argument(help="-- prog args")],
-    gpus: Annotated[int, typer.Option(parser=_at_least(1), help="How many GPUs the pipeline uses.")],
+    gpus: Annotated[int, typer.Option(parser=_count, help="How many GPUs the pipeline uses.")],
     features: Features = None,
     report: Report = True,
 ) -> None:

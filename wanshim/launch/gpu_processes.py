@@ -59,7 +59,7 @@ def settings_of_ranks(
             f"{option} and {read.sources['plan']}=sequence:{read.plan_count}",
             expected=f"a number of processes that is a multiple of {read.plan_count}",
         )
-    _check_in_sight(count, fewest=1)
+    _check_in_sight(count)
     if command:
         _check_command(command, option, "run")
     if command and count > 1:
@@ -92,7 +92,7 @@ def settings_of_generation(command: Sequence[str], count: int, features: str | N
     option, read = _read(count)
     if read.disable:
         return read
-    _check_in_sight(count, fewest=1)
+    _check_in_sight(count)
     _check_command(command, option, "generate")
     read = replace(read, generate=settings.WantedGeneration(count), sources={**read.sources, "generate": option})
     _check_selected(
@@ -113,12 +113,12 @@ def _read(count: int | None, fast: bool = False) -> tuple[str, settings.Settings
     return option, read
 
 
-def _check_in_sight(count: int, fewest: int) -> None:
+def _check_in_sight(count: int) -> None:
     present = None if settings.runs_on_cpu() else gpus.in_sight(settings.visible_gpus())
     if present is not None and present < count:
         raise SettingInvalid(
             f"--gpus {count} with {present} GPUs in sight",
-            expected=f"at most {present}" if present >= fewest else ("a GPU", "two or more GPUs")[fewest - 1],
+            expected=f"at most {present}" if present else "a GPU",
             hint="Check nvidia-smi and CUDA_VISIBLE_DEVICES; with ACCELERATE_USE_CPU=true the processes run on the CPU",
         )
 
