@@ -69,8 +69,8 @@ class PipelineBinding:
         vae: whose decode and encode the processes share; None: this process computes them.
         decodes: whether the call ends with a decode that they can share: not of latents, and not in tiles.
         device: on which the forwards compute, where the script's offload keeps weights elsewhere; None: they are there.
-        without_hooks: a context in which a module has its weights, and none of the hooks by which the script offloads or
-            caches.
+        without_hooks: a context in which a module has its weights, and none of the hooks by which the script offloads
+            or caches.
     """
 
     name: str
