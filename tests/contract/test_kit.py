@@ -99,11 +99,12 @@ def faults(checked: Contract, *names: str) -> dict[str, str]:
     return {result.check: result.found for result in results if isinstance(result, Failed)}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "names",
     [
         ("instance_attribute_is_detected", "compiled_equals_eager", "order_AI"),  # what a function seam has not
-        pytest.param((), marks=pytest.mark.sweep),
+        (),
     ],
     ids=["own", "all"],
 )
@@ -125,6 +126,7 @@ def test_sound_function_seam_passes_every_check_that_it_gets(place: Path) -> Non
     assert faults(sound, *checks) == {}
 
 
+@pytest.mark.sweep
 def test_seam_that_patches_a_name_nobody_calls_is_caught(place: Path) -> None:
     site.write(place, {"wrong": site.feature("wrong", "toyframe.blocks:unused")})
     found = faults(contract("wrong"), "order_IA", "spawned_child_has_it")
@@ -138,6 +140,7 @@ def test_seam_that_patches_a_name_which_is_not_there_is_caught(place: Path) -> N
     assert "0 layers of wanshim at toyframe.blocks:Block.foward" in found["order_AI"]
 
 
+@pytest.mark.sweep
 def test_wrapt_wrapper_in_a_compiled_region_is_caught(place: Path) -> None:
     site.write(
         place,
@@ -157,6 +160,7 @@ def test_patch_that_unpatches_to_a_copy_is_caught(place: Path) -> None:
         assert "toyframe.blocks.unused" in found[order]
 
 
+@pytest.mark.sweep
 def test_name_that_one_patched_module_takes_from_another_is_no_copy(place: Path) -> None:
     """Under order_AID the second module is given the first one's replacement, which is not its original."""
     site.write(place, {"sound": site.feature("sound", SCALE, "toyframe.uses:twice")})
@@ -165,6 +169,7 @@ def test_name_that_one_patched_module_takes_from_another_is_no_copy(place: Path)
     assert faults(sound, "order_AI", "order_AID", "order_AIDA", "order_IAD") == {}
 
 
+@pytest.mark.sweep
 def test_machinery_that_restores_a_copy_is_caught(place: Path) -> None:
     """The same fault in the engine instead of the adapter: `plant` runs before the check."""
     site.write(place, {"sound": site.feature("sound", BLOCK)})

@@ -200,6 +200,7 @@ def test_plan_of_a_process_a_gpu_leaves_the_launcher_its_default(machine: Machin
     assert "added" not in done.stderr
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_split_of_all_gpus_by_plan_is_one_process_too(machine: Machine) -> None:
     done = machine.run(*ACCELERATE_LAUNCH, "train.py", WANSHIM_DEVICES="", WANSHIM_PLAN="split")

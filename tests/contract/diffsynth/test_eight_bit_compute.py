@@ -154,8 +154,9 @@ def least_that_fits(job: TrainingJob, limits: Limits) -> int:
     return high
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
-@pytest.mark.parametrize("asked", ["FAST", pytest.param("COMPUTE", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("asked", ["FAST", "COMPUTE"])
 def test_fast_trains_without_what_the_step_does_not_fit_with(
     asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

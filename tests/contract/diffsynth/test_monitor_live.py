@@ -69,6 +69,7 @@ def job(tmp_path: Path, logs: Path) -> Iterator[LiveJob]:
     started.end()
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_page_follows_a_live_job_and_shows_its_killed_rank(browser: Any, logs: Path, job: LiveJob) -> None:

@@ -192,6 +192,7 @@ def test_nan_loss_is_logged_and_seen(job: Job) -> None:
     assert [problem["kind"] for problem in run["problems"]] == ["nan"]
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_log_that_cannot_be_opened_does_not_stop_training(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

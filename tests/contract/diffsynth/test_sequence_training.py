@@ -78,6 +78,7 @@ def test_two_processes_train_each_sample_together_as_one_process_does(
     assert said[0]["clip"]["draw"] == said[1]["clip"]["draw"] == expected["clip"]["draw"]
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_processes_of_a_group_share_the_encode_of_its_clip(
     tmp_path: Path, of_one_process: tuple[Path, dict[str, Any]]

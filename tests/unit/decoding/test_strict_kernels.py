@@ -180,17 +180,10 @@ def test_strict_kernels_interpreted_give_the_bits_of_torch() -> None:
     assert all(equal.values()), equal
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "broken",
-    [
-        "nothing",
-        pytest.param("nothing, channels last", marks=pytest.mark.sweep),
-        pytest.param("norm", marks=pytest.mark.sweep),
-        pytest.param("conv", marks=pytest.mark.sweep),
-    ],
-)
+@pytest.mark.parametrize("broken", ["nothing", "nothing, channels last", "norm", "conv"])
 def test_strict_decode_is_bit_identical_whatever_the_checks_say(broken: str) -> None:
     found = interpreted(DECODE, BREAK=broken)
     assert found["equal"] == [True] * 4
