@@ -47,8 +47,11 @@ def pytest_configure(config: pytest.Config) -> None:
         forking.share(config.workerinput["forks"])  # type: ignore[attr-defined]
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses among them
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if item.get_closest_marker("sweep") is not None:
+            item.add_marker(pytest.mark.slow)
         marker = item.get_closest_marker("gpu")
         if marker is not None and _gpus() < marker.args[0]:
             item.add_marker(pytest.mark.skip(reason=f"needs {marker.args[0]} CUDA devices, {_gpus()} here"))

@@ -29,7 +29,7 @@ def test_encode_shared_by_two_ranks_equals_diffusers() -> None:
     check_shared(SUBJECT, BOTH)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_encode_of_the_qwen_image_vae_shared_by_ranks_equals_diffusers(size: int) -> None:
     pytest.importorskip("diffusers.models.autoencoders.autoencoder_kl_qwenimage", reason="diffusers 0.35 brings it")
     check_shared(SUBJECT, images_and_videos(QWEN_IMAGE), size)
