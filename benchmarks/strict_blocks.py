@@ -26,7 +26,12 @@ SIZES = {
     "272x368x9, batch 2": (2, 3, 34, 46),
     "256x256x17, a time for each token": (1, 5, 32, 32),
 }  # batch, and frames, height and width of latents
-MODELS = {"14B": (5120, 40, 40, 13824), "1.3B": (1536, 12, 30, 8960), "tiny": (96, 4, 2, 64)}
+MODELS = {
+    "14B": (5120, 40, 40, 13824),
+    "1.3B": (1536, 12, 30, 8960),
+    "small": (1536, 12, 2, 4096),
+    "tiny": (96, 4, 2, 64),
+}
 REPEATS = {"720x1280x81": 2}
 Forward = Callable[[], torch.Tensor]
 

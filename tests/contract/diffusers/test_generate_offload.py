@@ -6,11 +6,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 
+import wanshim
 from tests.contract.diffusers import offloading, wan_pipelines
+from wanshim.core.generation import shared_pipeline
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = "tests.contract.diffusers.offloading"
@@ -63,6 +67,33 @@ def test_offload_layer_by_layer_leaves_a_copy_its_weights() -> None:
         assert not offload.is_offloaded(pipe.transformer)
     assert {value.device.type for value in pipe.transformer.parameters()} == {"meta"}
     assert offload.is_offloaded(pipe.transformer)
+
+
+def test_worker_without_room_streams_from_call_to_call(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Also what changes between calls: adapters are added, and all weights are other tensors."""
+    pipe = wan_pipelines.wan()
+    pipe.register_modules(transformer=wan_pipelines._dit(num_layers=6, ffn_dim=8192))
+    offloading.WAYS["block"](pipe)
+
+    def call(**changed: Any) -> torch.Tensor:
+        return wan_pipelines.generate(pipe, "wan", **changed)
+
+    expected = [call(prompts=2), call(num_frames=9)]
+    monkeypatch.setattr(shared_pipeline.SharedPipeline, "used_by_worker", lambda *_, **__: 0)
+    monkeypatch.setattr(shared_pipeline, "available_bytes", lambda device: 8 * 2**20)
+    handle = wanshim.parallelize_pipeline(pipe, gpus=2)
+    request.addfinalizer(handle.remove)
+    assert all(map(torch.equal, expected, [call(prompts=2), call(num_frames=9)]))
+    assert handle.plan.streamed
+    assert "the others stream blocks of its models from host memory" in str(handle.plan)
+    pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False))
+    for parameter in pipe.transformer.parameters():
+        parameter.data = parameter.data * 1.01
+    found = [call(), call()]
+    handle.remove()
+    assert all(torch.equal(each, call()) for each in found)
 
 
 def test_what_is_moved_in_another_way_is_named() -> None:

@@ -1,0 +1,53 @@
+"""A pipeline whose models the script offloads, shared by two processes: on one GPU, or on two where there are two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import wanshim
+from tests.contract.diffusers import offloading, wan_pipelines
+from tests.contract.diffusers.wan_pipelines import generate
+from wanshim.core.generation import shared_pipeline
+
+pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(300)]
+
+
+def shared(pipe: object) -> Any:
+    return wanshim.parallelize_pipeline(pipe, ("cuda:0", f"cuda:{torch.cuda.device_count() - 1}"))
+
+
+@pytest.mark.parametrize("way", offloading.WAYS)
+def test_frames_are_those_of_the_script_alone(way: str, request: pytest.FixtureRequest) -> None:
+    pytest.importorskip("diffusers")
+    made = []
+    for alone in (True, False):
+        torch.manual_seed(0)
+        pipe = wan_pipelines.wan22()
+        offloading.WAYS[way](pipe)
+        if not alone:
+            handle = shared(pipe)
+            request.addfinalizer(handle.remove)
+        made.append([generate(pipe, "wan", prompts=2), generate(pipe, "wan", num_frames=9)])
+    assert all(map(torch.equal, *made))
+    assert handle.plan.guidance == 2
+
+
+def test_worker_without_room_streams_from_call_to_call(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    pytest.importorskip("diffusers")
+    torch.manual_seed(0)
+    pipe = wan_pipelines.wan()
+    pipe.register_modules(transformer=wan_pipelines._dit(num_layers=6, ffn_dim=8192))
+    offloading.WAYS["block"](pipe)
+    expected = [generate(pipe, "wan"), generate(pipe, "wan", num_frames=9), generate(pipe, "wan")]
+    monkeypatch.setattr(shared_pipeline.SharedPipeline, "used_by_worker", lambda *_, **__: 0)
+    monkeypatch.setattr(shared_pipeline, "available_bytes", lambda device: 8 * 2**20)
+    handle = shared(pipe)
+    request.addfinalizer(handle.remove)
+    found = [generate(pipe, "wan"), generate(pipe, "wan", num_frames=9), generate(pipe, "wan")]
+    assert all(map(torch.equal, expected, found))
+    assert handle.plan.streamed

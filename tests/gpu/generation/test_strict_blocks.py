@@ -1,0 +1,48 @@
+"""Blocks of Wan transformers by kernels on a GPU: the framework's bits, and no kernel is found to differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import wanshim
+
+pytestmark = pytest.mark.gpu(1)
+SIZES = {"one": (1, 3, 34, 46), "two": (2, 2, 20, 28), "a time for each token": (1, 2, 16, 24)}
+
+
+@pytest.fixture(scope="module")
+def frameworks() -> Iterator[dict[str, Any]]:
+    """Of the benchmark, how each framework's model is made and called."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
+        import strict_blocks
+
+        yield strict_blocks.FRAMEWORKS
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("framework", ["diffusers", "diffsynth"])
+def test_forward_has_the_framework_s_bits(
+    framework: str, dtype: torch.dtype, size: str, frameworks: dict[str, Any]
+) -> None:
+    pytest.importorskip(framework)
+    each = "each token" in size
+    if each and framework == "diffsynth":
+        pytest.skip("DiffSynth has a time for each token in TI2V's own way")
+    make = frameworks[framework]("small", dtype, torch.device("cuda"))
+    forward = make(SIZES[size], each)
+    with torch.no_grad():
+        expected = forward()
+        wanshim.activate(f"{framework}.strict_blocks")
+        try:
+            assert all(torch.equal(forward(), expected) for _ in range(5))
+            row = wanshim.report().row(f"{framework}.strict_blocks")
+        finally:
+            wanshim.deactivate()
+    assert (row.state, row.fallbacks, row.notes) == ("exercised", {}, ())
