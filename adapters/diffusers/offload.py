@@ -63,7 +63,7 @@ def without_hooks(model: Any) -> Iterator[None]:
     """The model as its classes made it, without offload and step cache, its weights where the offload keeps them."""
     with Undo() as undo:
         for module in model.modules():
-            if not (hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook")):
+            if not (hasattr(module, "_hf_hook") or _of_diffusers(module)):  # a forward of its own is no hook's
                 continue
             if GROUPS.intersection(_of_diffusers(module)):
                 _wait(module)
