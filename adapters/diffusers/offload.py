@@ -4,6 +4,7 @@ without it. The hooks stay in the script's process; a copy elsewhere has the wei
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,8 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 GROUPS = frozenset({"group_offloading", "lazy_prefetch_group_offloading", "layer_execution_tracker"})
-_OF_ACCELERATE = ("_hf_hook", "_old_forward")
-_OF_DIFFUSERS = ("_diffusers_hook",)
+_OF_HOOKS = ("_hf_hook", "_old_forward", "_diffusers_hook", "forward")  # what hooks put on a module
 
 
 def execution_device(pipe: Any, models: dict[str, Any]) -> torch.device | None:
@@ -68,12 +68,19 @@ def without_hooks(model: Any) -> Iterator[None]:
             if GROUPS.intersection(_of_diffusers(module)):
                 _wait(module)
             hooks = _of_accelerate(module)
-            for name in (*_OF_ACCELERATE, *_OF_DIFFUSERS, "forward"):
+            names = _OF_HOOKS[:-1] if _has_own_forward(module) else _OF_HOOKS
+            for name in names:
                 if name in vars(module):
                     undo.add(partial(vars(module).__setitem__, name, vars(module).pop(name)))
             for hook in filter(_is_of_weights, hooks):
                 _fill(module, hook, undo)
         yield
+
+
+def _has_own_forward(module: Any) -> bool:
+    """Whether the program has set its forward, inside the hooks or outside: they wrap what they find, and say so."""
+    found = inspect.unwrap(vars(module).get("forward", type(module).forward))
+    return getattr(found, "__func__", found) is not inspect.unwrap(type(module).forward)
 
 
 def _of_diffusers(module: Any) -> dict[str, Any]:

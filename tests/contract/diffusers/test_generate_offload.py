@@ -15,6 +15,7 @@ from peft import LoraConfig
 import wanshim
 from tests.contract.diffusers import offloading, wan_pipelines
 from wanshim.core.generation import shared_pipeline
+from wanshim.errors import ModelInvalid
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = "tests.contract.diffusers.offloading"
@@ -104,3 +105,19 @@ def test_what_is_moved_in_another_way_is_named() -> None:
     model = wan_pipelines.wan().transformer
     add_hook_to_module(model.blocks[1], ModelHook())
     assert offload.why_not_carried(model) == "(blocks.1) is moved by accelerate (ModelHook, as of device_map)"
+
+
+@pytest.mark.parametrize("first", ["forward", "offload"])
+@pytest.mark.parametrize("way", ["model", "block"])
+def test_forward_of_the_program_s_own_is_seen_beneath_its_offload(way: str, first: str) -> None:
+    pipe = wan_pipelines.wan()
+    part = pipe.transformer.blocks[0]
+    own = part.forward
+    if first == "offload":
+        offloading.WAYS[way](pipe)
+        own = part.forward
+    part.forward = lambda *args, **kwargs: own(*args, **kwargs)
+    if first == "forward":
+        offloading.WAYS[way](pipe)
+    with pytest.raises(ModelInvalid, match=r"\(blocks.0\) has a forward of its own"):
+        wanshim.parallelize_pipeline(pipe, gpus=2)
