@@ -61,8 +61,8 @@ def broken() -> torch.Tensor:
 @pytest.mark.parametrize(
     ("kernel", "reason"),
     [
-        (lambda: X.nextafter(X + 1), "other bits than the framework's own steps"),
-        (lambda: X.double(), "other bits than the framework's own steps"),
+        (lambda: X.nextafter(X + 1), "its kernel gives other bits"),
+        (lambda: X.double(), "its kernel gives other bits"),
         (broken, "RuntimeError: Failed to find C compiler."),
     ],
 )
@@ -73,7 +73,7 @@ def test_kernel_that_differs_or_fails_is_not_used_again_for_that_size(
     for _ in range(9):
         assert operators._either("step", counted, steps, X) is X
     assert (counted.calls, steps.calls) == (1, 9)
-    assert rejections == [f"step of 2 x 3 x 8 float32: {reason}"]
+    assert rejections == [f"step of 2 x 3 x 8 float32 by the framework's own steps: {reason}"]
 
 
 def test_kernel_that_differs_later_is_found_and_its_result_is_not_used(
@@ -142,3 +142,20 @@ def test_what_is_served(operators: StrictOperators, monkeypatch: pytest.MonkeyPa
         with FlopCounterMode(display=False):
             assert not operators.serve(X)
     assert not operators.serve(X)  # with gradients
+
+
+def test_call_during_the_first_comparison_does_not_use_the_kernel(
+    operators: StrictOperators, rejections: list[str]
+) -> None:
+    """As of another thread."""
+    inside: list[torch.Tensor] = []
+
+    def steps() -> torch.Tensor:
+        if not inside:
+            inside.append(X)
+            inside.extend(operators._either("step", lambda: X + 1, steps, X) for _ in range(3))
+        return X
+
+    assert operators._either("step", lambda: X + 1, steps, X) is X
+    assert all(each is X for each in inside)
+    assert rejections

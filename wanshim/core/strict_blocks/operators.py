@@ -27,9 +27,10 @@ Result = Callable[[], torch.Tensor]
 
 @dataclass(slots=True)
 class _Kernel:
-    """One kernel for one size. Args: calls: how many there were; rejected: it is not used again."""
+    """One kernel for one size. Args: calls: how many there were; proven: it was compared; rejected: not used again."""
 
     calls: int = 0
+    proven: bool = False
     rejected: bool = False
 
 
@@ -179,23 +180,24 @@ class StrictOperators:
             return steps()
         known.calls += 1
         on_device = _on_device_of(like[0])
-        if known.calls > 1 and (not again or known.calls & (known.calls - 1)):
+        if known.proven and (not again or known.calls & (known.calls - 1)):
             with on_device:
                 return kernel()
         expected = steps()
         if like[0].is_cuda and torch.cuda.is_current_stream_capturing():
-            known.calls -= 1  # a graph cannot wait for a comparison
-            return expected
+            return expected  # a graph cannot wait for a comparison
         try:
             with on_device:
                 found = kernel()
-            reason = "" if _same(found, expected) else "other bits than the framework's own steps"
+            reason = "" if _same(found, expected) else "its kernel gives other bits"
         except Exception as error:
             reason = cause_of(error)
+        known.proven = True
         if reason:
             known.rejected = True
             size = " x ".join(map(str, like[0].shape))
-            self._on_rejection(f"{name} of {size} {str(like[0].dtype).removeprefix('torch.')}: {reason}")
+            dtype = str(like[0].dtype).removeprefix("torch.")
+            self._on_rejection(f"{name} of {size} {dtype} by the framework's own steps: {reason}")
         return expected
 
 
