@@ -285,7 +285,7 @@ class _Call:
                 self.is_busy = False
                 rejected = {**plan.rejected, describe(plan.guidance, plan.sequence): str(reason)}
                 self._plan = replace(
-                    plan, guidance=1, sequence=1, devices=plan.devices[:1], peaks={}, rejected=rejected
+                    plan, guidance=1, sequence=1, devices=plan.devices[:1], streamed=False, peaks={}, rejected=rejected
                 )
                 self._shared.planned(self._plan)
             return own(*args, **kwargs)
