@@ -37,6 +37,8 @@ REFUSED_WITHOUT_ITS_ROW: dict[str, tuple[str, ...]] = {
         *("0.38.0", "0.39.0", "0.40.0"),
     ),
     "diffsynth.resume": ("2.0.12", "2.0.16"),
+    "diffsynth.strict_blocks": ("2.0.5",),
+    "diffusers.strict_blocks": ("0.35.2", "0.36.0"),
     "diffusers.vae_decode": ("0.34.0", "0.36.0"),
     "diffusers.vae_encode": ("0.34.0", "0.36.0"),
     "fastvideo.progress": ("0.1.4", "0.1.7", "0.1.7+bc27a032c", "0.2.0", "0.2.1"),

@@ -47,6 +47,23 @@ def direct_forward_to_compile() -> tuple[Any, tuple[Any, ...]]:
     return tiny_model(), arguments()
 
 
+def forward_by_kernels() -> Any:
+    """A forward in fp16, by kernels that Triton interprets on the CPU."""
+    import pytest
+    import torch
+
+    from wanshim.core.strict_blocks import kernels
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(kernels, "available", lambda x: x.dtype == torch.float16)
+        return tiny_model().half()(*(each.half() for each in arguments()))
+
+
+def gate_and_norm() -> tuple[Any, Any]:
+    block = tiny_model().blocks[0]
+    return block.gate, block.self_attn.norm_q
+
+
 def train_through_sage() -> Any:
     """The output of a forward that wants gradients, where the installed kernel gives none."""
     import pytest

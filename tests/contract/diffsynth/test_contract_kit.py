@@ -10,6 +10,7 @@ import pytest
 from tests.kit import Contract, contract_tests
 
 CALLS = "tests.contract.diffsynth.calls"
+DIT = "diffsynth.models.wan_video_dit"
 TRAINING = "tests.contract.diffsynth.kit_training"
 
 # What importing DiffSynth costs: once for all forks of a contract, it would be twice.
@@ -90,6 +91,19 @@ CONTRACTS = (
         call=f"{CALLS}:inject_sound",
         graph=f"{CALLS}:inject_sound_to_compile",
         instance=f"{CALLS}:tiny_s2v",
+    ),
+    contract(
+        feature="diffsynth.strict_blocks",
+        call=f"{CALLS}:forward_by_kernels",
+        calls={
+            f"{DIT}:modulate": 4,
+            f"{DIT}:GateModule.forward": 4,
+            f"{DIT}:RMSNorm.forward": 8,
+            f"{DIT}:rope_apply": 4,
+        },
+        graph=f"{CALLS}:direct_forward_to_compile",
+        instance=f"{CALLS}:gate_and_norm",
+        environment={"TRITON_INTERPRET": "1"},
     ),
     contract(feature="diffsynth.vae_decode", call=f"{CALLS}:decode_tiny", instance=f"{CALLS}:tiny_vae"),
     contract(feature="diffsynth.vae_encode", call=f"{CALLS}:encode_tiny", instance=f"{CALLS}:tiny_vae"),

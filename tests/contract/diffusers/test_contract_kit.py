@@ -15,6 +15,18 @@ CONTRACTS = (
         timeout_s=1600.0,
     ),
     Contract(
+        feature="diffusers.strict_blocks",
+        call="tests.contract.diffusers.calls:forward_by_kernels",
+        calls={
+            "diffusers.models.transformers.transformer_wan:WanTransformerBlock.forward": 2,
+            "diffusers.models.transformers.transformer_wan:WanAttnProcessor.__call__": 4,
+        },
+        graph="tests.contract.diffusers.calls:forward_to_compile",
+        instance="tests.contract.diffusers.calls:block_and_processor",
+        environment={"TRITON_INTERPRET": "1"},
+        timeout_s=1600.0,
+    ),
+    Contract(
         feature="diffusers.vae_decode",
         call="tests.contract.diffusers.calls:decode_tiny",
         graph="tests.contract.diffusers.calls:decode_to_compile",
