@@ -134,7 +134,7 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
         may_change=may_change,
         check=partial(_check, pipe, models),
         set_up=set_up_copy,
-        vae=None if offload.is_offloaded(pipe.vae) else pipe.vae,
+        vae=pipe.vae if pipe.vae is not None and not offload.is_offloaded(pipe.vae) else None,
         device=offload.execution_device(pipe, models),
         without_hooks=offload.without_hooks,
         decodes=given.arguments.get("output_type") != "latent" and not getattr(pipe.vae, "use_tiling", False),

@@ -121,3 +121,15 @@ def test_forward_of_the_program_s_own_is_seen_beneath_its_offload(way: str, firs
         offloading.WAYS[way](pipe)
     with pytest.raises(ModelInvalid, match=r"\(blocks.0\) has a forward of its own"):
         wanshim.parallelize_pipeline(pipe, gpus=2)
+
+
+def test_pipeline_without_a_vae_shares_its_forwards(request: pytest.FixtureRequest) -> None:
+    pipe = wan_pipelines.wan()
+    latents = torch.randn(1, 16, 2, 4, 4, generator=torch.Generator().manual_seed(3))
+    changed = {"latents": latents, "output_type": "latent"}
+    pipe.register_modules(vae=None)
+    expected = wan_pipelines.generate(pipe, "wan", **changed)
+    handle = wanshim.parallelize_pipeline(pipe, gpus=2)
+    request.addfinalizer(handle.remove)
+    assert torch.equal(wan_pipelines.generate(pipe, "wan", **changed), expected)
+    assert handle.plan.guidance == 2
