@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from wanshim.patching import Feature, Seam
-from wanshim.patching.strict_steps import replace_steps
+from wanshim.patching.strict_steps import steps_seam
 
 if TYPE_CHECKING:
     from wanshim.core.strict_blocks import StrictOperators
@@ -74,12 +74,11 @@ def _fits(x: Any, *others: Any) -> bool:
 
 
 def _seam(name: str, method: Any, tokens: int = 0) -> Seam:
-    return Seam(
+    return steps_seam(
         f"{DIT}:{name}",
-        replace_steps(method, tokens, "x"),
-        in_graph=True,
-        stacks=True,
-        why="each step between a block's products takes several kernels: a tenth of the time of a denoising step",
+        method,
+        tokens,
+        "x",
         upstream="https://github.com/modelscope/DiffSynth-Studio (none)",
         remove_when="DiffSynth's blocks are as fast, with the same bits",
     )

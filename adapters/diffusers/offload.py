@@ -23,11 +23,11 @@ def execution_device(pipe: Any, models: dict[str, Any]) -> torch.device | None:
     """The device on which a pipeline's offloaded models compute; None: none of these models is offloaded."""
     import torch
 
+    from wanshim.core.shared.gpu_memory import indexed
+
     if not any(is_offloaded(model) for model in models.values()):
         return None
-    device: torch.device = pipe._execution_device
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+    device: torch.device = indexed(pipe._execution_device)
     return torch.device("cpu") if device.type == "cpu" else device
 
 
@@ -63,12 +63,12 @@ def without_hooks(model: Any) -> Iterator[None]:
     """The model as its classes made it, without offload and step cache, its weights where the offload keeps them."""
     with Undo() as undo:
         for module in model.modules():
-            if not (hasattr(module, "_hf_hook") or _of_diffusers(module)):  # a forward of its own is no hook's
-                continue
             if GROUPS.intersection(_of_diffusers(module)):
                 _wait(module)
             hooks = _of_accelerate(module)
-            names = _OF_HOOKS[:-1] if _has_own_forward(module) else _OF_HOOKS
+            is_hooked = hasattr(module, "_hf_hook") or bool(_of_diffusers(module))
+            # A registry without hooks knows those of its children; a forward of the program's own is no hook's.
+            names = _OF_HOOKS if is_hooked and not _has_own_forward(module) else _OF_HOOKS[:-1]
             for name in names:
                 if name in vars(module):
                     undo.add(partial(vars(module).__setitem__, name, vars(module).pop(name)))
@@ -95,7 +95,7 @@ def _of_accelerate(module: Any) -> list[Any]:
 
 
 def _is_of_weights(hook: Any) -> bool:
-    """Of `enable_sequential_cpu_offload`, which has the weights of each layer in a map, or its hook of the whole."""
+    """Whether a hook is one of `enable_sequential_cpu_offload`: of a layer, its weights in a map, or of all."""
     known = type(hook).__name__ == "AlignDevicesHook" and not hook.place_submodules
     return known and (not hook.offload or hook.weights_map is not None)
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from wanshim.patching import Feature, Seam
-from wanshim.patching.strict_steps import replace_steps
+from wanshim.patching.strict_steps import steps_seam
 
 if TYPE_CHECKING:
     import torch
@@ -96,7 +96,7 @@ def _has_known_norms(block: Any) -> bool:
 
 
 def _wan(operators: StrictOperators, block: Any, x: Any, prompt: Any, temb: Any, rotary: Any) -> torch.Tensor:
-    """What `WanTransformerBlock.forward` computes."""
+    """The result of `WanTransformerBlock.forward`."""
     if temb.ndim == 4:  # an embedding for each token, as of TI2V
         modulation = [each.squeeze(2) for each in (block.scale_shift_table.unsqueeze(0) + temb.float()).chunk(6, 2)]
     else:
@@ -133,13 +133,12 @@ def _turned(operators: StrictOperators, x: torch.Tensor, heads: int, rotary: tup
 
 
 def _seam(target: str, method: Any, tokens: int) -> Seam:
-    return Seam(
+    return steps_seam(
         f"{MODELS}.{target}",
-        replace_steps(method, tokens, "hidden_states"),
-        in_graph=True,
-        stacks=True,
+        method,
+        tokens,
+        "hidden_states",
         required=target.startswith("transformer_wan:"),
-        why="each step between a block's products takes several kernels: a tenth of the time of a denoising step",
         upstream="https://github.com/huggingface/diffusers (torch.compile fuses them, and changes bits)",
         remove_when="diffusers' blocks are as fast, with the same bits",
     )

@@ -5,13 +5,9 @@ compute it; tests/gpu/generation compares them on a GPU."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from tests.contract import interpreted
 
 pytest.importorskip("triton", reason="this torch comes without Triton; diffusers' own steps compute then")
 
@@ -66,12 +62,7 @@ print(json.dumps(found))
 
 @pytest.mark.slow
 def test_blocks_have_the_bits_of_diffusers() -> None:
-    variables = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=variables, capture_output=True, text=True, timeout=250, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = interpreted.run(SCRIPT)
     assert len(found) == 4
     for name, row in found.items():
         assert row["equal"] == [True] * 3, (name, row)

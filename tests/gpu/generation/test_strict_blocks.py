@@ -25,18 +25,17 @@ def frameworks() -> Iterator[dict[str, Any]]:
         yield strict_blocks.FRAMEWORKS
 
 
-@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("framework", ["diffusers", "diffsynth"])
+@pytest.mark.parametrize(
+    ("framework", "size"),
+    [("diffusers", size) for size in SIZES] + [("diffsynth", "one"), ("diffsynth", "two")],  # has one time for all
+)
 def test_forward_has_the_framework_s_bits(
     framework: str, dtype: torch.dtype, size: str, frameworks: dict[str, Any]
 ) -> None:
     pytest.importorskip(framework)
-    each = "each token" in size
-    if each and framework == "diffsynth":
-        pytest.skip("DiffSynth has a time for each token in TI2V's own way")
     make = frameworks[framework]("small", dtype, torch.device("cuda"))
-    forward = make(SIZES[size], each)
+    forward = make(SIZES[size], "each token" in size)
     with torch.no_grad():
         expected = forward()
         wanshim.activate(f"{framework}.strict_blocks")

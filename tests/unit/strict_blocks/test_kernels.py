@@ -6,13 +6,9 @@ its values otherwise than CUDA's, so its kernel is compared with the formula of 
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from tests.contract import interpreted
 
 pytest.importorskip("triton", reason="this torch comes without Triton; the framework's own steps compute then")
 
@@ -65,12 +61,6 @@ print(json.dumps(equal))
 
 
 def test_kernels_have_the_bits_of_torch_s_steps() -> None:
-    root = str(Path(__file__).parents[3])
-    variables = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": root}
-    done = subprocess.run(
-        [sys.executable, "-c", KERNELS], env=variables, capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = interpreted.run(KERNELS)
     assert len(found) == 12
     assert all(found.values()), found

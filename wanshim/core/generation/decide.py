@@ -20,13 +20,8 @@ def decide(job: GenerationJob, limits: Limits) -> GenerationPlan:
 
     With `guidance` and `sequence` 1 the pipeline runs as without wanshim, and `rejected` has the reasons.
     """
-    best: GenerationPlan | None = None
-    for weights in (job.weights, *(() if job.streamed is None else (job.streamed,))):
-        found = _with_weights(job, limits, weights)
-        if best is None or found.gpus > best.gpus:
-            best = found
-    assert best is not None
-    return best
+    held = [job.weights] if job.streamed is None else [job.weights, job.streamed]
+    return max((_with_weights(job, limits, weights) for weights in held), key=lambda plan: plan.gpus)
 
 
 def _with_weights(job: GenerationJob, limits: Limits, weights: int) -> GenerationPlan:

@@ -447,7 +447,7 @@ class _Call:
         workers = self._shared.workers_on(self._plan)
         self.is_busy = True  # an interrupt may come while copies are compared
         self._hold(forward, workers)
-        with self._replaced_no_more():
+        with self._without_replacements():
             compare(workers, self._plan.gpus - 1, forward, args, kwargs)
         args, kwargs = forward.as_sent(args, kwargs)
         if len(half.ranks) == 1:
@@ -528,11 +528,11 @@ class _Call:
     @contextlib.contextmanager
     def _bare(self) -> Iterator[None]:
         """Modules as the framework made them: a copy has no replacement of ours in it, and no offload of the script."""
-        with self._replaced_no_more(), self._binding.as_made():
+        with self._without_replacements(), self._binding.as_made():
             yield
 
     @contextlib.contextmanager
-    def _replaced_no_more(self) -> Iterator[None]:
+    def _without_replacements(self) -> Iterator[None]:
         """Modules, and what else is replaced, as the script has them."""
         with Undo() as undo:
             for owner, name, replacement, own in self._placed:

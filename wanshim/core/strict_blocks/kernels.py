@@ -104,7 +104,7 @@ def _grid(x: torch.Tensor) -> tuple[int, int]:
 
 
 def _strides(tensor: torch.Tensor, x: torch.Tensor) -> tuple[int, int]:
-    """Of batch and token; zero where one value is for all."""
+    """Strides of batch and token; zero where one value is for all."""
     batch, tokens, _ = tensor.expand(*x.shape[:2], tensor.shape[-1]).stride()
     return batch, tokens
 

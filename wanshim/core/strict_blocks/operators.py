@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
 from wanshim.core.shared.fallback import cause_of
+from wanshim.core.shared.plain import why_not_plain
 from wanshim.core.shared.recent import Recent
 
 from . import kernels
@@ -67,7 +68,7 @@ class StrictOperators:
         def steps() -> torch.Tensor:
             return (norm(x.float()) * (1 + scale) + shift).type_as(x)
 
-        if not (_is_plain(norm) and norm.weight is None):
+        if norm.weight is not None or why_not_plain((norm,)):
             return steps()
         return self._either(
             "norm with modulation",
@@ -82,7 +83,7 @@ class StrictOperators:
         def steps() -> torch.Tensor:
             return norm(x.float()).type_as(x)
 
-        if not _is_plain(norm) or norm.weight is None or norm.bias is None:
+        if norm.weight is None or norm.bias is None or why_not_plain((norm,)):
             return steps()
         weight, bias = norm.weight.view(1, 1, -1), norm.bias.view(1, 1, -1)
         return self._either(
@@ -153,13 +154,13 @@ class StrictOperators:
     def whole(self, block: nn.Module, ours: Callable[[], T], theirs: Callable[[], T], *like: Any) -> T:
         """A block's result, a tensor or several, its first of a size compared with the framework's own.
 
-        What was hooked on its parts runs once a call, so a block with hooks is not compared: its steps are.
+        What was put on its parts runs once a call, so a block that is not plain is not compared: its steps are.
 
         Args:
             like: tensors and values by which sizes differ.
         """
         key = ("block", type(block), *map(_of, like))
-        if key not in self._known and _has_hooks(block):
+        if key not in self._known and why_not_plain(block.modules()):
             return ours()
         return self._either("block", ours, theirs, *like, of=type(block), again=False)
 
@@ -202,7 +203,7 @@ class StrictOperators:
 
 
 def _of(value: Any) -> Any:
-    """What tells the kernels of a value from those of another."""
+    """The part of a key that a value gives: all by which kernels differ."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype, value.device
     return value
@@ -218,15 +219,6 @@ def _same(found: Any, expected: Any) -> bool:
     return all(
         a is b or (a.dtype == b.dtype and a.numel() == b.numel() and torch.equal(a.view(b.shape), b)) for a, b in pairs
     )
-
-
-def _is_plain(norm: nn.Module) -> bool:
-    """Whether nothing but its class's forward runs where it is called."""
-    return not (norm._forward_hooks or norm._forward_pre_hooks or "forward" in vars(norm))
-
-
-def _has_hooks(block: nn.Module) -> bool:
-    return any(module._forward_hooks or module._forward_pre_hooks for module in block.modules())
 
 
 def _on_device_of(x: torch.Tensor) -> AbstractContextManager[Any]:

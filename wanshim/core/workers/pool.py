@@ -68,7 +68,7 @@ class Workers:
         self._modules: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()  # a program may free its models
         self._keys = itertools.count()
         self.unproven: set[int] = set()  # keys of modules whose copies are new or changed, and were not compared yet
-        self._streamed: dict[int, int] = {}  # by key of a module whose copies stream, the bytes on a worker's device
+        self._streamed: dict[int, int] = {}  # by key, bytes on a device of copies that stream; 0: they do not
         self._freed: deque[int] = deque()  # keys of modules that are gone, of which workers have copies
         self._exchanging = threading.Lock()  # messages and the tensors behind them are one
         weakref.finalize(self, _end, self._owner, self._running)
@@ -104,7 +104,7 @@ class Workers:
             return 0
         copies = self._running.copies[place]
         keys = copies.keys if modules is None else {self.key(module) for module in modules}
-        streamed = keys & copies.keys & self._streamed.keys()
+        streamed = {key for key in keys & copies.keys if self._streamed.get(key)}
         whole = copies.num_bytes(keys - streamed, on_host=self.device.type == "cpu")
         return whole + sum(self._streamed[key] for key in streamed)
 
@@ -192,11 +192,11 @@ class Workers:
         digest = digest_weights if moved else digests
         addresses = list(zip(digest([elements(t) for t in tensors]), packed.specs, strict=True))
         self.begin()
-        if self._streamed.get(self.key(module), 0) != streamed:
+        key = self.key(module)
+        if self._streamed.get(key, 0) != streamed:
             self.drop([module])
-            self._streamed.pop(self.key(module), None)
-            self._streamed |= {self.key(module): streamed} if streamed else {}
-        key, places = self.key(module), range(len(self.devices) if count is None else count)
+            self._streamed[key] = streamed
+        places = range(len(self.devices) if count is None else count)
         old = [place for place in places if not self._running.copies[place].has(key, packed, addresses)]
         with self._or_end():
             for place in places if renew else ():
