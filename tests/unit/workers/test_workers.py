@@ -98,6 +98,15 @@ def test_a_copy_keeps_ties_and_strides(pool, model):
     assert result(pool, functions.addresses, model) == functions.addresses(model)
 
 
+def test_tensors_of_the_host_among_those_of_a_device_arrive_in_their_places(pool):
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    model[0].table = torch.arange(7.0)  # no buffer: it stays on the host wherever the module goes
+    pool.hold(model, moved=True)
+    assert torch.equal(pool.call(0, getattr, model[0], "table").result(), model[0].table)
+    x = torch.ones(2, 3)
+    assert torch.equal(pool.call(0, model, x).result(), model(x))
+
+
 def test_what_did_not_change_is_not_sent_again(pool, model):
     pool.hold(model)
     assert pool.hold(model) == 0

@@ -20,6 +20,7 @@ from typing import Any
 _HEADER = struct.Struct("<BQ")
 _BEAT, _MESSAGE, _BYTES = range(3)
 _PIECE = 2**24  # bytes; the limit on silence holds for each piece
+_GONE = "is gone"
 _SILENT = "gave no sign of life for {:g} s"
 
 
@@ -29,6 +30,11 @@ class LinkLost(Exception):
     def __init__(self, link: Link, text: str) -> None:
         super().__init__(text)
         self.link = link
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether that process has closed its end, as it does when it ends."""
+        return str(self) == _GONE
 
 
 class Link:
@@ -122,7 +128,7 @@ class Link:
             while out:
                 count = self._end.recv_into(out)
                 if not count:
-                    raise LinkLost(self, "is gone")
+                    raise LinkLost(self, _GONE)
                 out = out[count:]
 
     @contextlib.contextmanager
@@ -132,4 +138,4 @@ class Link:
         except TimeoutError:
             raise LinkLost(self, _SILENT.format(self._silence)) from None
         except OSError as error:
-            raise LinkLost(self, "is gone") from error
+            raise LinkLost(self, _GONE) from error

@@ -226,17 +226,16 @@ class Workers:
         streamed: bool,
     ) -> None:
         workers = self._running.workers
-        for place, update in updates.items():
-            numbers, new, dropped = update.numbers, update.new, update.dropped
-            workers[place].link.send(("hold", key, packed, numbers, new, dropped, set_up, streamed))
         alike: dict[tuple[int, ...], dict[int, Link]] = defaultdict(dict)
+        on_host = [streamed or spec.on_host for spec in packed.specs]
         for place, update in updates.items():
+            new = tuple(sorted(update.new, key=lambda at: not on_host[at]))  # no GPU waits for what the link brings
+            workers[place].link.send(("hold", key, packed, update.numbers, new, update.dropped, set_up, streamed))
+            alike[new][place + 1] = workers[place].link
+        for place in updates:
             self._reply(workers[place])  # it has the memory for it
-            alike[update.new][place + 1] = workers[place].link
         for new, links in alike.items():
-            on_host = {at for at in new if streamed or packed.specs[at].on_host}
-            ordered = sorted(new, key=lambda at: at not in on_host)  # these are received first
-            moved = (tensors[at].cpu() if at in on_host else tensors[at].to(self.device) for at in ordered)
+            moved = (tensors[at].cpu() if on_host[at] else tensors[at].to(self.device) for at in new)
             self._running.mover.send(moved, links)
 
     def drop(self, modules: Iterable[nn.Module]) -> None:

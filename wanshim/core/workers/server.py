@@ -40,12 +40,16 @@ def main(end: int) -> None:
     link, busy = Link(socket.socket(fileno=end)), threading.Event()
     busy.set()
     threading.Thread(target=_beat, args=(link, busy), daemon=True).start()
+    status = 1
     try:
         _Server(link, busy).run()
-    except LinkLost:
-        pass
+    except BaseException as error:
+        if isinstance(error, LinkLost) and error.is_gone:
+            status = 0
+        else:  # the process that started this one sees no more than its end
+            traceback.print_exc()
     finally:
-        os._exit(0)  # nothing of the user's is to run at the end of a copy
+        os._exit(status)  # nothing of the user's is to run at the end of a copy
 
 
 def _beat(link: Link, busy: threading.Event) -> None:
