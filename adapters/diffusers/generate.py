@@ -136,6 +136,7 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
         set_up=set_up_copy,
         vae=pipe.vae if pipe.vae is not None and not offload.is_offloaded(pipe.vae) else None,
         device=offload.execution_device(pipe, models),
+        offload=offload.replaceable(pipe, models),
         without_hooks=offload.without_hooks,
         decodes=given.arguments.get("output_type") != "latent" and not getattr(pipe.vae, "use_tiling", False),
     )

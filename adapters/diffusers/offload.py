@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,8 @@ from wanshim.undo import Undo
 
 if TYPE_CHECKING:
     import torch
+
+    from wanshim.core.generation import Offload
 
 GROUPS = frozenset({"group_offloading", "lazy_prefetch_group_offloading", "layer_execution_tracker"})
 _OF_HOOKS = ("_hf_hook", "_old_forward", "_diffusers_hook", "forward")  # what hooks put on a module
@@ -33,6 +35,47 @@ def execution_device(pipe: Any, models: dict[str, Any]) -> torch.device | None:
 
 def is_offloaded(model: Any) -> bool:
     return any(hasattr(module, "_hf_hook") or GROUPS.intersection(_of_diffusers(module)) for module in model.modules())
+
+
+def replaceable(pipe: Any, models: dict[str, Any]) -> Offload | None:
+    """A pipeline's offload, in place of which this process can stream its models; None: it must stay. A step cache is
+    in the same registry of hooks."""
+    from wanshim.core.generation import Offload
+
+    if not all(is_offloaded(model) and not step_cache.is_cached(model) for model in models.values()):
+        return None
+    return Offload(before=_before, again=(pipe, "maybe_free_model_hooks"))
+
+
+def _before(model: Any) -> Callable[[], None]:
+    """What `enable_model_cpu_offload` does before a model computes, but for moving it: the one before it leaves.
+
+    Returns:
+        A function that tells the hooks of the model, which may be off by then, where its weights are now.
+    """
+    import torch
+
+    groups, layers = [], []
+    for module in model.modules():
+        if group := getattr(_of_diffusers(module).get("group_offloading"), "group", None):
+            groups.append(group)
+        for hook in _of_accelerate(module):
+            if type(hook).__name__ == "CpuOffload":
+                hook.pre_forward(torch.nn.Linear(1, 1, device=hook.execution_device))
+            elif hook.offload:
+                layers.append((module, hook.weights_map))
+    return partial(_follow, groups, layers)
+
+
+def _follow(groups: list[Any], layers: list[tuple[Any, Any]]) -> None:
+    for group in groups:
+        for tensor in group.cpu_param_dict:  # empty without a stream
+            if tensor.device.type == "cpu":
+                group.cpu_param_dict[tensor] = tensor.data
+    for module, kept in layers:
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and name in kept:
+                kept[name].data = tensor.data
 
 
 def why_not_carried(model: Any) -> str:

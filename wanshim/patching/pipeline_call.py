@@ -55,7 +55,8 @@ def _share(original: Callable[..., Any], seam: SeamState, bind: Bind, pipe: Any,
     from wanshim.core.workers import AHEAD
 
     read, name = seam.settings, type(pipe).__name__
-    if request_of(read.generate).asks_for_one:
+    asks_for_one = request_of(read.generate).asks_for_one
+    if asks_for_one and not _replaces_offload(bind, pipe, *args, **kwargs):
         seam.pass_by() if seam.unneeded else seam.not_needed("one GPU was asked for, over which nothing is shared")
         return original(pipe, *args, **kwargs)
     before = (0, 0)
@@ -71,6 +72,9 @@ def _share(original: Callable[..., Any], seam: SeamState, bind: Bind, pipe: Any,
         result = run(shared, bind, original, pipe, *args, **kwargs)
     except NotShared as reason:
         AHEAD.end()
+        if asks_for_one:
+            seam.fall_back(f"{name} keeps the script's offload: {reason}")
+            return original(pipe, *args, **kwargs)
         if read.strict:
             seam.fail()
             raise _unavailable(name, str(reason)) from reason
@@ -83,12 +87,24 @@ def _share(original: Callable[..., Any], seam: SeamState, bind: Bind, pipe: Any,
         else:  # the program's own, as of a callback, behind forwards that were shared
             seam.notes.append(f"{name}: {type(error).__name__} ended a call, of which {done} forwards were shared")
         raise
+    if asks_for_one and shared.plan is not None and shared.plan.replaces_offload:
+        return result
     if shared.plan is not None and shared.plan.gpus == 1:
         seam.fall_back(f"{name} on one GPU: {'; '.join(dict.fromkeys(shared.plan.rejected.values()))}")
     elif before == (shared.shared_forwards, shared.shared_vae_calls):
         # it ran none of its models, or was called by another pipeline's call; a plan is an earlier call's
         seam.fall_back(f"{name}: the call shared nothing of what it ran")
     return result
+
+
+def _replaces_offload(bind: Bind, pipe: Any, /, *args: Any, **kwargs: Any) -> bool:
+    """Whether one GPU gains: this process streams what the script offloads."""
+    from wanshim.core.generation import NotShared
+
+    try:
+        return bind(pipe, *args, **kwargs).offload is not None
+    except NotShared:
+        return False
 
 
 @contextlib.contextmanager
@@ -221,7 +237,7 @@ def request_of(wanted: settings.WantedGeneration | None) -> Request:
 
 
 def _note(seam: SeamState, plan: GenerationPlan) -> None:
-    if plan.gpus > 1 and str(plan) not in seam.notes:
+    if (plan.gpus > 1 or plan.replaces_offload) and str(plan) not in seam.notes:
         seam.notes.append(str(plan))
 
 

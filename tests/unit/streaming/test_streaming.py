@@ -21,7 +21,6 @@ from wanshim.core.streaming import (
     stream,
     stream_model,
     stream_of,
-    stream_whole,
     streamable_bytes,
     streamed_blocks,
 )
@@ -452,31 +451,3 @@ def test_streamed_blocks_are_spread_evenly() -> None:
     assert streamed_blocks(8, 4) == (1, 3, 5, 7)
     assert streamed_blocks(8, 2) == (3, 7)
     assert streamed_blocks(3, 3) == (0, 1, 2)
-
-
-def test_module_made_again_of_the_same_tensors_streams_on() -> None:
-    """As a worker makes its copy again for each call: parameters are those that were moved, buffers are not."""
-    model, again = Model(), Model()
-    for made in (model, again):
-        made.checkpointing = False
-        made.register_buffer("table", torch.ones(3))
-    expected = [model(data(seed)) for seed in range(2)]
-    for old, new in zip(model.modules(), again.modules(), strict=True):
-        new._parameters = dict(old._parameters)
-    handle = stream_whole(model, torch.device("cpu"))
-    with torch.no_grad():
-        assert torch.equal(model(data(0)), expected[0])
-        handle.attach_to(again)
-        assert stream_of(model) is None
-        assert stream_of(again) is handle
-        loads = handle.ring.count.loads
-        assert torch.equal(again(data(1)), expected[1])
-    assert handle.ring.count.loads > loads
-
-    elsewhere, made = Model(), Model()
-    handle = stream_whole(elsewhere, torch.device("meta"))
-    handle.attach_to(made)
-    waiting = set(handle.waiting)
-    places = {name: buffer.device.type for name, buffer in made.named_buffers() if name not in waiting}
-    assert {each.device.type for name, each in made.named_parameters() if name not in waiting} == {"meta"}
-    assert set(places.values()) <= {"meta"}

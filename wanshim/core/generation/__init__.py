@@ -1,6 +1,6 @@
 """Generation: the forwards of one process's pipeline over all GPUs, by workers that hold copies of its models."""
 
-from .binding import Forward, NotShared, PipelineBinding
+from .binding import Forward, NotShared, Offload, PipelineBinding
 from .decide import decide
 from .first_forward import few_tokens
 from .job import GenerationJob, Limits, Request
@@ -13,6 +13,7 @@ __all__ = [
     "GenerationPlan",
     "Limits",
     "NotShared",
+    "Offload",
     "PipelineBinding",
     "Request",
     "SharedPipeline",

@@ -51,6 +51,20 @@ class Forward:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Offload:
+    """The script's own offload of the models of a call, which this process streams in place of that.
+
+    Args:
+        before: called with a model that is to compute: others leave the device, as that offload has it. It returns a
+            function that is called when the model's weights have other places in host memory.
+        again: an object and the name of its method, which puts that offload's hooks on again at the end of a call.
+    """
+
+    before: Callable[[nn.Module], Callable[[], None]]
+    again: tuple[object, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineBinding:
     """One call of a pipeline.
 
@@ -69,6 +83,7 @@ class PipelineBinding:
         vae: whose decode and encode the processes share; None: this process computes them.
         decodes: whether the call ends with a decode that they can share: not of latents, and not in tiles.
         device: on which the forwards compute, where the script's offload keeps weights elsewhere; None: they are there.
+        offload: what is there in place of which this process can stream the models; None: nothing, or it cannot.
         without_hooks: a context in which a module has its weights, and none of the hooks by which the script offloads
             or caches.
     """
@@ -85,6 +100,7 @@ class PipelineBinding:
     vae: nn.Module | None = None
     decodes: bool = True
     device: torch.device | None = None
+    offload: Offload | None = None
     without_hooks: Callable[[nn.Module], AbstractContextManager[object]] = lambda module: nullcontext()
 
     @property

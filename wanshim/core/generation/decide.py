@@ -46,15 +46,17 @@ def _with_weights(job: GenerationJob, limits: Limits, weights: int) -> Generatio
     idle = (device for device in job.devices if device not in used)
     unused = "no way to use it beside the others"
     rejected |= {device: lacks(device, chosen[1]) or unused for device in idle}
-    own = {} if job.is_offloaded else {job.devices[0]: _needed(job, job.weights, chosen[1])}
+    at_home = job.own_streamed if job.is_offloaded else job.weights
+    own = {} if at_home is None else {job.devices[0]: _needed(job, at_home, chosen[1])}
     peaks = own | dict.fromkeys(used[1:], _needed(job, weights, chosen[1]))
     return GenerationPlan(
         pipeline=job.pipeline,
         guidance=chosen[0],
         sequence=chosen[1],
         devices=used,
+        replaces_offload=job.own_streamed is not None,
         streamed=weights != job.weights,
-        peaks={} if job.working is None or chosen == (1, 1) else peaks,
+        peaks=peaks if job.working is not None and (chosen != (1, 1) or job.own_streamed is not None) else {},
         rejected=rejected,
     )
 

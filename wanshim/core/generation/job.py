@@ -38,6 +38,8 @@ class GenerationJob:
         weights: bytes of the models that each GPU holds.
         streamed: bytes of them that a GPU holds where blocks wait in host memory; None: they cannot.
         is_offloaded: the script offloads them on the first device, so what that holds of them is not known.
+        own_streamed: bytes of them that the first device holds where blocks of one at a time come from host memory in
+            place of that; None: they cannot.
         working: bytes that a forward needs beside them, on one GPU; None: not known.
         at_most: see Request.
         why_one: why there is one device alone, if there is.
@@ -51,6 +53,7 @@ class GenerationJob:
     weights: int = 0
     streamed: int | None = None
     is_offloaded: bool = False
+    own_streamed: int | None = None
     working: int | None = None
     at_most: tuple[int, int] | None = None
     why_one: str = ""

@@ -23,6 +23,8 @@ class GenerationPlan:
         guidance: 2: the forward without the prompt runs on other GPUs than the one with it. 1: one after the other.
         sequence: how many GPUs share the tokens of a forward.
         devices: that are used, the pipeline's own first.
+        replaces_offload: the first GPU has blocks of the models as they are needed, from host memory, in place of the
+            script's own offload.
         streamed: the other GPUs have blocks of the models as they are needed, from host memory.
         peaks: predicted bytes of models and forwards on each device; empty where they are not known.
         rejected: by way, why it was not taken.
@@ -32,6 +34,7 @@ class GenerationPlan:
     guidance: int
     sequence: int
     devices: tuple[str, ...]
+    replaces_offload: bool = False
     streamed: bool = False
     peaks: Mapping[str, int] = field(default_factory=dict)
     rejected: Mapping[str, str] = field(default_factory=dict)
@@ -41,11 +44,13 @@ class GenerationPlan:
         return self.guidance * self.sequence
 
     def __str__(self) -> str:
-        exact = "bit for bit the frames of one GPU"
+        exact = f"bit for bit the frames of {'one GPU' if self.gpus > 1 else 'the script alone'}"
         if self.sequence > 1:
             guidance = "guidance over GPUs changes no bit, " * (self.guidance > 1)
             exact = f"the frames of one GPU up to rounding ({guidance}tokens over GPUs round in another order)"
         lines = [f"{self.pipeline} on {', '.join(self.devices)}: {describe(self.guidance, self.sequence)}, {exact}"]
+        if self.replaces_offload:
+            lines.append(f"{self.devices[0]} streams blocks of its models from host memory, where the script offloads them")
         lines += ["the others stream blocks of its models from host memory"] * self.streamed
         lines += [f"{device}: {format_bytes(peak)} predicted for its forwards" for device, peak in self.peaks.items()]
         lines += [f"not {way}: {reason}" for way, reason in self.rejected.items()]

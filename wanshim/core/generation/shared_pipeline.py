@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from wanshim.core.decoding import VaeFallback, find_binding
 from wanshim.core.sequence import SequenceGroup
@@ -40,6 +40,7 @@ from .binding import Forward, NotShared, PipelineBinding
 from .decide import decide
 from .devices import check_around, check_copied, check_plain, choose_devices, device_of
 from .first_forward import compare
+from .host_streams import OwnStreams, host_copy
 from .job import GenerationJob, Limits, Request
 from .plan import GenerationPlan, describe
 from .shared_workers import SharedWorkers
@@ -73,11 +74,13 @@ class SharedPipeline:
     ) -> None:
         self.plan: GenerationPlan | None = None
         self.shared_forwards = self.shared_vae_calls = 0
+        self.has_streamed = False  # in place of the script's offload
         self.request = request
         self.copied: WeakSet[nn.Module] = WeakSet()  # models of which workers may hold copies for this pipeline
         self._on_plan = on_plan
         self._all = SharedWorkers.find(request.gpus, request.devices, checked_seconds(deadline, "deadline"), prepare)
         self._own: torch.device | None = None
+        self._streams: OwnStreams | None = None  # of the call now
         self._asides = 0  # how often the user's own code runs within the call now
 
     @property
@@ -122,6 +125,7 @@ class SharedPipeline:
                 return call()
             binding = bind()
             made = _Call(self, binding, self.begin(binding))
+            self._streams = made._streams
             self._all.is_in_call = True
             try:
                 with made.attached():
@@ -139,6 +143,8 @@ class SharedPipeline:
     def aside(self) -> Iterator[None]:
         """While it is open, as around the user's own code between steps, the models that this calls compute here."""
         self._asides += 1
+        if self._streams is not None:  # that code may change models, and sees them as its offload has them
+            self._streams.end()
         try:
             yield
         finally:
@@ -235,6 +241,7 @@ class _Call:
         self._waiting: tuple[Forward, Any, list[RemoteCall], Any] | None = None
         self.is_busy = False  # a worker computes a forward whose result nobody has
         self._has_ended = False
+        self._streams = OwnStreams(binding, devices[0], self._without_replacements, self._placed)
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
@@ -244,15 +251,26 @@ class _Call:
                 self._place(forward.owner, forward.attribute, self._replacement(forward, own), undo)
             for verb in together.VERBS if self._binding.vae is not None else ():
                 self._share_vae(self._binding.vae, verb, undo)
+            if self._binding.offload is not None:
+                owner, name = self._binding.offload.again
+                self._place(owner, name, self._behind_streams(_original(owner, name)), undo)
             try:
                 yield
             finally:
                 self._has_ended = True  # a callback may have kept a replacement
+                self._streams.end()
 
     def _place(self, owner: Any, name: str, replacement: Any, undo: Undo) -> None:
         own = {name: vars(owner)[name]} if name in vars(owner) else {}
         undo.set(owner, {name: replacement}, keep_foreign=True)  # what a callback sets stays there
         self._placed.append((owner, name, replacement, own))
+
+    def _behind_streams(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._streams.end()
+            return method(*args, **kwargs)
+
+        return call
 
     def check_complete(self) -> None:
         if self._waiting is not None:
@@ -268,6 +286,8 @@ class _Call:
                 return own(*args, **kwargs)
             if forward.reads is not None:
                 kwargs = {name: value for name, value in kwargs.items() if name in forward.reads}
+            if self._binding.device is not None:  # the hooks of an offload do this
+                args, kwargs = tree_map_only(torch.Tensor, partial(_on, self._devices[0]), (args, kwargs))
             if self._waiting is not None:
                 return self._second(forward, own, args, kwargs)
             if torch.is_grad_enabled():
@@ -288,9 +308,26 @@ class _Call:
                     plan, guidance=1, sequence=1, devices=plan.devices[:1], streamed=False, peaks={}, rejected=rejected
                 )
                 self._shared.planned(self._plan)
-            return own(*args, **kwargs)
+            return self._here(forward, own)(*args, **kwargs)
 
         return call
+
+    def _here(self, forward: Forward, own: Callable[..., Any]) -> Callable[..., Any]:
+        """The function that computes a forward in this process: with its models' blocks streamed, or as the script has
+        it."""
+        assert self._plan is not None
+        if not self._plan.replaces_offload:
+            return own
+        try:
+            compute = self._streams.begin(forward)
+        except (WanshimError, torch.OutOfMemoryError) as error:
+            self._streams.end()
+            rejected = {**self._plan.rejected, "streaming in place of the script's offload": cause_of(error)}
+            self._plan = replace(self._plan, replaces_offload=False, rejected=rejected)
+            self._shared.planned(self._plan)
+            return own
+        self._shared.has_streamed = True
+        return compute
 
     def _share_vae(self, vae: Any, verb: str, undo: Undo) -> None:
         """Let the processes of the plan decode or encode together."""
@@ -410,7 +447,7 @@ class _Call:
         assert self._plan is not None
         if self._plan.sequence == 1:
             try:
-                mine = own(*args, **kwargs)
+                mine = self._here(forward, own)(*args, **kwargs)
             except Exception:  # as of a size that the model refuses, in the other process too: that one lives
                 for call in others:
                     with contextlib.suppress(WorkersFailed):
@@ -424,8 +461,9 @@ class _Call:
             group = self._shared.group(half)
             replies = Replies(calls, partial(group.abort, "a worker failed"))
             try:
+                compute = self._here(forward, own)
                 with tokens.over(group, forward.function, forward.blocks, args, kwargs):
-                    mine = own(*args, **kwargs)
+                    mine = compute(*args, **kwargs)
             except RanksFailed:
                 replies.raise_failure()
                 raise
@@ -447,6 +485,7 @@ class _Call:
         workers = self._shared.workers_on(self._plan)
         self.is_busy = True  # an interrupt may come while copies are compared
         self._hold(forward, workers)
+        self._here(forward, forward.function)  # for the comparison
         with self._without_replacements():
             compare(workers, self._plan.gpus - 1, forward, args, kwargs)
         args, kwargs = forward.as_sent(args, kwargs)
@@ -465,6 +504,7 @@ class _Call:
         count = self._plan.gpus - 1
         for name, module in forward.modules.items():
             if not self._is_held(module, workers, count):
+                self._streams.end()  # what is copied is the model as its classes made it
                 self._shared.copied.add(module)
                 with self._bare():
                     self._check_again(name, module)
@@ -474,6 +514,7 @@ class _Call:
                         renew=True,
                         set_up=self._binding.set_up,
                         moved=self._binding.device is not None,
+                        host=host_copy(module) if self._plan.streamed else None,
                         streamed=self._plan.streamed and (bytes_when_streamed(module) or 0),
                     )
                 self._held[id(module)] = count
@@ -512,6 +553,7 @@ class _Call:
             why_one="one GPU was asked for" if self._shared.request.asks_for_one else "one GPU is in sight",
             weights=weights,
             is_offloaded=self._binding.device is not None,
+            own_streamed=None if None in parts or self._binding.offload is None else rest + max(filter(None, parts)),
             streamed=None if None in parts else rest + sum(filter(None, parts)),
             working=working,
         )
@@ -547,3 +589,7 @@ def _original(owner: Any, name: str) -> Callable[..., Any]:
     if name in vars(owner):
         return getattr(owner, name)  # type: ignore[no-any-return]
     return lambda *args, **kwargs: getattr(type(owner), name)(owner, *args, **kwargs)
+
+
+def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(device)

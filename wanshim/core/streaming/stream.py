@@ -72,15 +72,6 @@ class StreamHandle:
         """Names, in the model, of the tensors that wait on the host: what DDP must leave alone."""
         return [weight.path for block in self.ring.blocks for weight in block.weights]
 
-    def attach_to(self, model: nn.Module) -> None:
-        """Stream another module of the same tensors in place of the model."""
-        self.ring.release()
-        self._attached.remove()
-        self.model = model
-        _guard_moves(model, self.ring.blocks, self._attached)
-        _move(model, self.ring.device, Undo())  # buffers are new tensors on the device, not the same ones moved
-        _connect(self, find_blocks(model)[1])
-
     def remove(self) -> None:
         """Unhook the model; the weights that waited become tensors of this process's own. Safe to call twice."""
         try:
@@ -166,23 +157,6 @@ def stream_model(
     handle = StreamHandle(model, plan, ring, laps.seconds, attached, origins, undo)
     _connect(handle, block_list)
     return handle
-
-
-def stream_whole(model: nn.Module, device: torch.device) -> StreamHandle:
-    """Stream every block of a model that computes without gradients, whatever its parameters say of them."""
-    model.requires_grad_(False)
-    return stream_model(model, device, count=len(find_blocks(model)[1]))
-
-
-def bytes_when_streamed(model: nn.Module) -> int | None:
-    """Bytes on the device of a model that `stream_whole` streams; None: it cannot be."""
-    try:
-        blocks = find_blocks(model)[1]
-    except PlacementInvalid:
-        return None
-    if len(blocks) < SLOTS or not all(type(t) in (nn.Parameter, torch.Tensor) for t in tensors(model)):
-        return None
-    return num_bytes(model) - num_bytes(blocks) + SLOTS * max(num_bytes(block) for block in blocks)
 
 
 def streamable_bytes(model: nn.Module, blocks: str | None = None) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 _HEADER = struct.Struct("<BQ")
-_BEAT, _MESSAGE, _BYTES = range(3)
+_BEAT, _MESSAGE, _BYTES, _DESCRIPTOR = range(4)
 _PIECE = 2**24  # bytes; the limit on silence holds for each piece
 _GONE = "is gone"
 _SILENT = "gave no sign of life for {:g} s"
@@ -65,6 +65,12 @@ class Link:
         """Send one-dimensional bytes, which `receive_bytes` takes."""
         self._send(_BYTES, data)
 
+    def send_descriptor(self, descriptor: int) -> None:
+        """Send a file's descriptor, which `receive_descriptor` takes; this process keeps its own."""
+        with self._writing, self._named():
+            self._end.sendall(_HEADER.pack(_DESCRIPTOR, 1))
+            socket.send_fds(self._end, [b"-"], [descriptor])
+
     def beat(self) -> None:
         """Tell the other end, which waits, that this process lives."""
         self._send(_BEAT, memoryview(b""))
@@ -90,6 +96,19 @@ class Link:
         if length != len(out):
             raise LinkLost(self, f"sent {length} bytes where {len(out)} were expected")
         self._fill(out)
+
+    def receive_descriptor(self) -> int:
+        """A descriptor of this process, of the file whose descriptor was sent.
+
+        Raises:
+            LinkLost: it did not come.
+        """
+        self._next(_DESCRIPTOR, self._silence)
+        with self._named():
+            data, descriptors, *_ = socket.recv_fds(self._end, 1, 1)
+        if not data or not descriptors:
+            raise LinkLost(self, _GONE)
+        return descriptors[0]
 
     def close(self) -> None:
         """Close this end. The other one reads its end."""

@@ -16,13 +16,16 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from types import FunctionType, MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from wanshim.errors import WorkersInvalid
+
+if TYPE_CHECKING:
+    from wanshim.core.streaming import HostCopy
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,12 @@ class TensorSpec:
         ).expand(self.size)
         return nn.Parameter(made, self.requires_grad) if self.is_parameter else made
 
+    def in_memory(self, copy: HostCopy, offset: int) -> torch.Tensor:
+        """Such a dense tensor in memory that processes share."""
+        like = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
+        made = copy.view(like, offset)
+        return nn.Parameter(made, self.requires_grad) if self.is_parameter else made
+
 
 def elements(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor without its broadcast dimensions: each of its elements once."""
@@ -79,6 +88,21 @@ class Packed:
 
     data: bytes
     specs: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where tensors lie in memory that the processes share.
+
+    Args:
+        number: of that memory.
+        bounds: of its blocks, in bytes.
+        offsets: of tensors, by their place in a `Packed`.
+    """
+
+    number: int
+    bounds: tuple[tuple[int, int], ...]
+    offsets: Mapping[int, int]
 
 
 def pack(

@@ -11,7 +11,7 @@ import itertools
 import threading
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -20,6 +20,7 @@ from torch import nn
 
 from wanshim.core.shared.digest import digest_weights, digests
 from wanshim.core.shared.forks import Owner
+from wanshim.core.streaming import HostCopy
 from wanshim.errors import WorkersFailed, WorkersInvalid
 from wanshim.values import checked_seconds
 
@@ -28,7 +29,7 @@ from .ahead import AHEAD
 from .copies import Copies, Update
 from .link import Link, LinkLost
 from .mover import Mover, file_of_a_store
-from .packing import Packed, elements, pack, unpack
+from .packing import Packed, Placed, elements, pack, unpack
 from .process import Worker, occupy_standard_descriptors
 
 DEADLINE_SECONDS = 300.0
@@ -162,6 +163,7 @@ class Workers:
         renew: bool = False,
         set_up: Callable[[nn.Module], None] | None = None,
         moved: bool = False,
+        host: HostCopy | None = None,
         streamed: int = 0,
     ) -> int:
         """Have workers hold a copy of `module` as it is now; start the workers if they do not run.
@@ -177,7 +179,8 @@ class Workers:
             set_up: a function of a module file that each worker calls with a new copy.
             moved: the program keeps weights on the host, and moves them to its device as they are needed: a worker has
                 them on its device. Of a large one, a part is read to see whether it has changed.
-            streamed: blocks of a copy wait in host memory, and so many bytes are on the worker's device; 0: all are.
+            host: where weights of its blocks lie, for the workers too, which stream them from there.
+            streamed: bytes that a worker then has on its device.
 
         Returns:
             The bytes sent to each worker.
@@ -190,7 +193,11 @@ class Workers:
         self._owner.check()
         packed, tensors = pack(module, self.device, moved=moved)
         digest = digest_weights if moved else digests
-        addresses = list(zip(digest([elements(t) for t in tensors]), packed.specs, strict=True))
+        found = digest([elements(t) for t in tensors])
+        offsets = {} if host is None else host.offsets(tensors)
+        for at, offset in offsets.items():  # equal to no tensor but the one there
+            found[at] = hash((found[at], offset, host.number))
+        addresses = list(zip(found, packed.specs, strict=True))
         self.begin()
         key = self.key(module)
         if self._streamed.get(key, 0) != streamed:
@@ -207,14 +214,17 @@ class Workers:
             if not self._running.are_ready:
                 self._wait_for_start()
             updates = {place: self._running.copies[place].put(key, packed, addresses) for place in old}
-            self._send_updates(key, packed, updates, tensors, set_up, streamed > 0)
+            if host is not None:
+                for at in offsets:
+                    host.write(tensors[at])
+            self._send_updates(key, packed, updates, tensors, set_up, host, offsets)
             replies = [self._running.workers[place].link.receive(self.deadline) for place in old]
         for place, reply in zip(old, replies, strict=True):
             if reply[0] == "failed":  # what the framework's own code says, in a worker that lives
                 self.drop([module])
                 raise WorkersInvalid(f"{self._running.workers[place]} cannot prepare its copy: {reply[1]}")
         self.unproven.add(key)
-        return max(sum(tensors[at].nbytes for at in update.new) for update in updates.values())
+        return max(sum(tensors[at].nbytes for at in update.new if at not in offsets) for update in updates.values())
 
     def _send_updates(
         self,
@@ -223,19 +233,22 @@ class Workers:
         updates: dict[int, Update],
         tensors: Sequence[torch.Tensor],
         set_up: Callable[[nn.Module], None] | None,
-        streamed: bool,
+        host: HostCopy | None,
+        offsets: Mapping[int, int],
     ) -> None:
         workers = self._running.workers
+        placed = None if host is None else Placed(host.number, host.bounds, offsets)
         alike: dict[tuple[int, ...], dict[int, Link]] = defaultdict(dict)
-        on_host = [streamed or spec.on_host for spec in packed.specs]
         for place, update in updates.items():
-            new = tuple(sorted(update.new, key=lambda at: not on_host[at]))  # no GPU waits for what the link brings
-            workers[place].link.send(("hold", key, packed, update.numbers, new, update.dropped, set_up, streamed))
-            alike[new][place + 1] = workers[place].link
+            new = tuple(sorted(update.new, key=lambda at: not packed.specs[at].on_host))  # no GPU waits for the link
+            workers[place].link.send(("hold", key, packed, update.numbers, new, update.dropped, set_up, placed))
+            if host is not None:
+                workers[place].link.send_descriptor(host.descriptor)
+            alike[tuple(at for at in new if at not in offsets)][place + 1] = workers[place].link
         for place in updates:
             self._reply(workers[place])  # it has the memory for it
         for new, links in alike.items():
-            moved = (tensors[at].cpu() if on_host[at] else tensors[at].to(self.device) for at in new)
+            moved = (tensors[at].cpu() if packed.specs[at].on_host else tensors[at].to(self.device) for at in new)
             self._running.mover.send(moved, links)
 
     def drop(self, modules: Iterable[nn.Module]) -> None:

@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from wanshim.core.streaming import StreamHandle
+    from wanshim.core.streaming import HostCopy
+    from wanshim.undo import Undo
 
-    from .packing import Packed
+    from .packing import Packed, Placed
 
 _BEAT_SECONDS = 0.5
 
@@ -68,7 +69,8 @@ class _Server:
         self._modules: dict[int, nn.Module] = {}
         self._packed: dict[int, tuple[Packed, Sequence[int]]] = {}  # with the numbers of their tensors
         self._tensors: dict[int, torch.Tensor] = {}  # by number
-        self._streams: dict[int, StreamHandle] = {}  # of modules whose blocks wait in host memory
+        self._hosts: dict[int, HostCopy] = {}  # by their number in the other process; pages are locked once
+        self._streams: dict[int, tuple[HostCopy, Undo]] = {}  # by module, whose blocks wait in host memory
 
     def run(self) -> None:
         while True:
@@ -128,39 +130,66 @@ class _Server:
         new: Sequence[int],
         dropped: Sequence[int],
         set_up: Any,
-        streamed: bool,
+        host: Placed | None,
     ) -> Any:
-        """Hold a module: its tensors by number, of which the `new` places are received."""
+        """Hold a module: its tensors by number, of which the `new` places are received, or lie in the host's memory."""
         import torch
 
+        from wanshim.core.streaming import HostCopy
+
         self._drop((key,), dropped)
-        place = torch.device("cpu") if streamed else self._device
-        self._tensors |= {numbers[at]: packed.specs[at].empty(place) for at in new}
+        copy = None
+        if host is not None:
+            descriptor = self._link.receive_descriptor()
+            copy = self._hosts.get(host.number) or HostCopy(os.dup(descriptor), host.bounds)
+            os.close(descriptor)
+        offsets = {} if host is None else host.offsets
+        self._tensors |= {numbers[at]: packed.specs[at].empty(self._device) for at in new if at not in offsets}
+        for at, offset in offsets.items():
+            assert copy is not None
+            self._tensors[numbers[at]] = packed.specs[at].in_memory(copy, offset)
+        self._hosts = {number: each for number, each in self._hosts.items() if self._is_streamed(each)}
+        if host is not None and copy is not None:
+            self._hosts[host.number] = copy
         module = self._unpacked(packed, numbers)
         self._link.send(("ready",))
-        self._mover.receive((self._tensors[numbers[at]] for at in new), self._link, 0)
+        self._mover.receive((self._tensors[numbers[at]] for at in new if at not in offsets), self._link, 0)
         self._synchronize()
-        if streamed:
-            from wanshim.core.streaming import stream_whole
-
-            self._streams[key] = stream_whole(module, self._device)
         self._modules[key], self._packed[key] = module, (packed, numbers)
+        if copy is not None:
+            self._stream(key, copy)
         if set_up is not None:
             set_up(module)
         return ("held",), []
 
     def renew(self, key: int, set_up: Any) -> Any:
         """Make a held module again, of the same tensors. It replies only where that fails."""
+        copy = self._end_stream(key)
         module = self._modules[key] = self._unpacked(*self._packed[key])
-        if key in self._streams:
-            self._streams[key].attach_to(module)
+        if copy is not None:
+            self._stream(key, copy)
         if set_up is not None:
             set_up(module)
         return None, []
 
+    def _stream(self, key: int, copy: HostCopy) -> None:
+        from wanshim.core.streaming import compute_from
+
+        self._streams[key] = copy, compute_from(copy, self._modules[key], self._device)
+
+    def _is_streamed(self, copy: HostCopy) -> bool:
+        return any(copy is each for each, _ in self._streams.values())
+
+    def _end_stream(self, key: int) -> HostCopy | None:
+        copy, attached = self._streams.pop(key, (None, None))
+        if attached is not None:
+            attached.remove()
+        return copy
+
     def drop(self, keys: Sequence[int], dropped: Sequence[int]) -> Any:
         """Free modules that the other process holds no more, and the memory of their tensors."""
         self._drop(keys, dropped)
+        self._hosts = {number: each for number, each in self._hosts.items() if self._is_streamed(each)}
         gc.collect()
         if self._device.type == "cuda":
             import torch
@@ -170,8 +199,7 @@ class _Server:
 
     def _drop(self, keys: Sequence[int], dropped: Sequence[int]) -> None:
         for key in keys:
-            if key in self._streams:  # tensors of other modules are among its own
-                self._streams.pop(key).remove()
+            self._end_stream(key)
             self._modules.pop(key, None)
             self._packed.pop(key, None)
         for number in dropped:

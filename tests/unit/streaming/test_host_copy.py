@@ -1,0 +1,99 @@
+"""Weights of a model's blocks in host memory that processes share, and the model computed from there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.unit.streaming.test_streaming import Model, data
+from wanshim.core.streaming import HostCopy, bytes_when_streamed, compute_from
+from wanshim.errors import HostMemoryInvalid, PlacementInvalid
+
+CPU = torch.device("cpu")
+
+
+def made() -> Model:
+    model = Model()
+    model.checkpointing = False
+    return model.eval()
+
+
+@torch.no_grad()
+def outputs(model: nn.Module) -> list[torch.Tensor]:
+    return [model(data(seed)) for seed in range(2)]
+
+
+def test_a_model_computes_the_same_bits_from_its_copy_and_is_as_before_afterwards() -> None:
+    model = made()
+    expected, identities = outputs(model), [id(p) for p in model.parameters()]
+    copy = HostCopy.of(model)
+    places = [p.data_ptr() for p in model.parameters()]
+    attached = compute_from(copy, model, CPU)
+    assert all(map(torch.equal, outputs(model), expected))
+    attached.remove()
+    assert [p.data_ptr() for p in model.parameters()] == places
+    assert [id(p) for p in model.parameters()] == identities
+    assert not any(block._forward_pre_hooks for block in model.blocks)
+    assert all(map(torch.equal, outputs(model), expected))
+
+
+def test_another_mapping_of_the_file_sees_the_same_weights() -> None:
+    model, there = made(), made()
+    expected = outputs(model)
+    copy = HostCopy.of(model)
+    other = HostCopy(os.dup(copy.descriptor), copy.bounds)
+    for own, weight in zip(model.parameters(), there.parameters(), strict=True):
+        offset = copy.offset(own)
+        weight.data = torch.zeros_like(own) if offset is None else other.view(own, offset)
+        weight.data = own.detach().clone() if offset is None else weight.data
+    attached = compute_from(other, there, CPU)
+    assert all(map(torch.equal, outputs(there), expected))
+    attached.remove()
+    with torch.no_grad():
+        model.blocks[0].base.weight.mul_(2)
+    assert torch.equal(there.blocks[0].base.weight, model.blocks[0].base.weight)
+
+
+def test_weights_added_later_stay_on_the_device_and_replaced_ones_are_seen() -> None:
+    model = made()
+    copy = HostCopy.of(model)
+    model.blocks[0].register_parameter("added", nn.Parameter(torch.ones(2)))
+    found = copy.layouts(model)
+    assert found is not None
+    assert all(weight.tensor is not model.blocks[0].added for layout in found for weight in layout.weights)
+    weight = model.blocks[0].base.weight
+    weight.data = weight.data.clone()
+    assert copy.layouts(model) is None
+    with pytest.raises(PlacementInvalid, match="elsewhere"):
+        compute_from(copy, model, CPU)
+
+
+def test_a_file_of_one_weight_has_no_other(tmp_path: Path) -> None:
+    model = made()
+    HostCopy.of(model)
+    weight = model.blocks[0].base.weight
+    torch.save(weight.detach(), tmp_path / "weight.pt")
+    assert (tmp_path / "weight.pt").stat().st_size < weight.nbytes + 4096
+
+
+def test_a_host_without_room_is_said_and_the_model_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made()
+    expected, places = outputs(model), [p.data_ptr() for p in model.parameters()]
+    monkeypatch.setattr("wanshim.core.streaming.host_copy.available_bytes", lambda: 1)
+    with pytest.raises(HostMemoryInvalid, match="GiB of host memory"):
+        HostCopy.of(model)
+    assert [p.data_ptr() for p in model.parameters()] == places
+    assert all(map(torch.equal, outputs(model), expected))
+
+
+def test_bytes_are_those_of_two_blocks_and_the_rest() -> None:
+    model = made()
+    whole = sum(p.nbytes for p in (*model.parameters(), *model.buffers()))
+    found = bytes_when_streamed(model)
+    assert found is not None
+    assert 0 < found < whole
+    assert bytes_when_streamed(nn.Sequential(nn.Linear(2, 2))) is None

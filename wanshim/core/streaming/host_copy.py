@@ -1,0 +1,208 @@
+"""The weights of a model's blocks in one piece of host memory that several processes map, and a model that computes
+from there.
+
+For models that compute without gradients. The memory is a file without a name, which its descriptor alone can reach.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from wanshim.core.model_split.split import find_blocks
+from wanshim.core.shared.host_memory import PAGE, available_bytes, is_dense, mapped, page_lock, populate
+from wanshim.core.shared.weight_bytes import num_bytes, stored_bytes, tensors
+from wanshim.core.streaming.block_weights import ALIGNMENT, BlockWeights, Weight, owners
+from wanshim.core.streaming.plan import SLOTS
+from wanshim.core.streaming.ring import Ring
+from wanshim.errors import HostMemoryInvalid, PlacementInvalid
+from wanshim.undo import Undo
+
+
+_NUMBERS = itertools.count()
+
+
+class HostCopy:
+    """The memory, and where in it each block is.
+
+    Args:
+        descriptor: of the file; it is closed with this object.
+        bounds: begin and end of each block, in bytes; a block begins with a page.
+    """
+
+    def __init__(self, descriptor: int, bounds: Sequence[tuple[int, int]]) -> None:
+        self.number = next(_NUMBERS)
+        self.descriptor, self.bounds = descriptor, tuple(bounds)
+        self.memory = mapped(descriptor, self.bounds[-1][1])
+        self._elsewhere: Any = WeakIdKeyDictionary()  # offsets of weights that lie on a device, and here besides
+        self._locking: threading.Thread | None = None
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> HostCopy:
+        """Move the weights of the model's blocks there. Those on a device stay on it, and are written by `write`.
+
+        Raises:
+            PlacementInvalid: no block has weights that can lie there.
+            HostMemoryInvalid: the host has not that much memory.
+        """
+        found = _weights(model)
+        bounds: list[tuple[int, int]] = []
+        for block in found:
+            begin = -(-bounds[-1][1] // PAGE) * PAGE if bounds else 0
+            bounds.append((begin, begin + sum(map(_room, block))))
+        size = bounds[-1][1]
+        added = size if any(t.device.type != "cpu" for block in found for t in block) else max(e - b for b, e in bounds)
+        if 0 < (available := available_bytes()) < added:
+            raise HostMemoryInvalid(
+                f"{added / 2**30:.2f} GiB of host memory for the weights of {type(model).__name__}",
+                expected=f"that much; {available / 2**30:.2f} GiB are available",
+            )
+        descriptor = os.memfd_create("wanshim-weights")
+        os.ftruncate(descriptor, size)
+        made = cls(descriptor, bounds)
+        for block, (begin, end) in zip(found, bounds, strict=True):
+            populate(made.memory[begin:end])
+            for tensor in block:
+                if tensor.device.type == "cpu":
+                    place = made.view(tensor, begin)
+                    place.copy_(tensor.detach())
+                    tensor.data = place  # what it had is free now: no more than one block lies here twice
+                else:
+                    made._elsewhere[tensor] = begin
+                begin += _room(tensor)
+        return made
+
+    def view(self, like: torch.Tensor, offset: int) -> torch.Tensor:
+        """A tensor of the size and strides of a dense one, with a storage of its own: of several in one storage, a file
+        would have all."""
+        count = like.numel()
+        flat = torch.frombuffer(self._buffer, dtype=like.dtype, count=count, offset=offset)
+        return flat.as_strided(like.size(), like.stride())
+
+    def offset(self, tensor: torch.Tensor) -> int | None:
+        """Where a weight lies; None: not here."""
+        at = tensor.data_ptr() - self.memory.data_ptr()
+        if tensor.device.type == "cpu" and 0 <= at < self.memory.numel():
+            return at
+        found: int | None = self._elsewhere.get(tensor)
+        return found
+
+    def offsets(self, tensors: Sequence[torch.Tensor]) -> dict[int, int]:
+        """Where those of the tensors lie that are here, by their numbers."""
+        found = ((at, self.offset(tensor)) for at, tensor in enumerate(tensors))
+        return {at: offset for at, offset in found if offset is not None}
+
+    def write(self, tensor: torch.Tensor) -> None:
+        """Bring a weight that lies on a device up to date."""
+        if tensor in self._elsewhere:
+            self.view(tensor, self._elsewhere[tensor]).copy_(tensor.detach())
+
+    def layouts(self, model: nn.Module) -> list[BlockWeights] | None:
+        """What lies here of each block, whatever module objects they are by now; None: not all that was put here."""
+        found = []
+        for number, (block, (begin, end)) in enumerate(zip(find_blocks(model)[1], self.bounds, strict=True)):
+            named = ((path, tensor, self.offset(tensor)) for path, *_, tensor in owners(block, str(number)))
+            here = [
+                Weight(tensor, path, offset - begin, tensor.detach().to("meta"))
+                for path, tensor, offset in named
+                if offset is not None
+            ]
+            if sum(_room(weight.tensor) for weight in here) != end - begin:
+                return None
+            found.append(BlockWeights(number, tuple(here), begin, end - begin))
+        return found
+
+    def lock(self, device: torch.device) -> None:
+        """Begin to lock the pages for GPUs, in a thread: until it has, copies take longer and are right."""
+        if device.type != "cuda" or self._locking is not None:
+            return
+        begins = [begin for begin, _ in self.bounds[1:]]
+        self._locking = threading.Thread(
+            target=page_lock, args=(self.memory, begins, device), name="wanshim-lock", daemon=True
+        )
+        self._locking.start()
+
+    @property
+    def _buffer(self) -> Any:
+        return self.memory.numpy()
+
+
+def compute_from(copy: HostCopy, model: nn.Module, device: torch.device, slots: int = SLOTS) -> Undo:
+    """Let the model compute on `device` with its blocks' weights coming from the copy ahead of use.
+
+    Returns:
+        An Undo, whose `remove` gives each tensor back the memory that it had.
+
+    Raises:
+        PlacementInvalid: the weights of its blocks do not lie in the copy.
+        torch.OutOfMemoryError: the device cannot hold the rest.
+    """
+    layouts = copy.layouts(model)
+    if layouts is None or any(weight.tensor.device.type != "cpu" for layout in layouts for weight in layout.weights):
+        raise PlacementInvalid(f"weights of {type(model).__name__} that lie elsewhere than in their copy on the host")
+    copy.lock(device)
+    waiting = {id(weight.tensor) for layout in layouts for weight in layout.weights}
+    undo = Undo()
+    try:
+        with torch.inference_mode(False):  # what a call in that mode sets must serve one without, too
+            for tensor in tensors(model):
+                undo.add(partial(setattr, tensor, "data", tensor.data))
+                if id(tensor) not in waiting:
+                    tensor.data = tensor.data.to(device)
+            ring = Ring(layouts, copy.memory, device, slots)
+    except BaseException:
+        undo.remove()
+        raise
+    for index, block in enumerate(find_blocks(model)[1]):
+
+        def before(module: nn.Module, args: Any, index: int = index) -> None:
+            ring.acquire(index)
+
+        undo.add(block.register_forward_pre_hook(before, prepend=True).remove)
+    if device.type == "cuda":
+        undo.add(partial(torch.cuda.synchronize, device))
+    return undo
+
+
+def bytes_when_streamed(model: nn.Module) -> int | None:
+    """Bytes on the device of a model that `compute_from` serves; None: it cannot be."""
+    try:
+        blocks = _weights(model)
+    except PlacementInvalid:
+        return None
+    waiting = sum(map(stored_bytes, itertools.chain.from_iterable(blocks)))
+    return num_bytes(model) - waiting + SLOTS * max(sum(map(_room, block)) for block in blocks)
+
+
+def _weights(model: nn.Module) -> list[list[torch.Tensor]]:
+    """The weights of each block that can lie in host memory: dense ones, used in one place alone.
+
+    Raises:
+        PlacementInvalid: the model has no blocks, too few to take turns, or tensors that are more than their bytes.
+    """
+    name, blocks = find_blocks(model)
+    uses = Counter(id(tensor) for *_, tensor in owners(model))
+    found = [[t for *_, t in owners(block) if uses[id(t)] == 1 and t.numel() and is_dense(t)] for block in blocks]
+    plain = all(type(t) in (nn.Parameter, torch.Tensor) and t.device.type != "meta" for t in tensors(model))
+    if len(blocks) < SLOTS or not all(found) or not plain:
+        raise PlacementInvalid(
+            f"{type(model).__name__}.{name} cannot be streamed",
+            expected=f"at least {SLOTS} blocks of plain tensors",
+        )
+    return found
+
+
+def _room(tensor: torch.Tensor) -> int:
+    return -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
