@@ -2,15 +2,20 @@
 
     python benchmarks/generate_script.py none 3
     wanshim generate --gpus 2 -- python benchmarks/generate_script.py none 3
+    wanshim generate --gpus 1 -- python benchmarks/generate_script.py model 3 --limit 8
+    wanshim generate --gpus 1 -- python benchmarks/generate_script.py group 3 --limit 8 --pair
 
 The first argument says how it offloads the transformer: none, model, or group, which is diffusers' with a stream; the
-second how many steps. It prints, of each call, seconds, the digest of its frames and the peak in GiB of its own GPU.
+second how many steps. `--pair` has both experts of Wan 2.2, and `--limit` holds torch's allocator to so many GiB once
+the models are made. It prints, of each call, seconds, the digest of its frames and the peak in GiB of its own GPU; and
+the host memory of its process at the end, shared and locked.
 """
 
+import argparse
 import hashlib
 import json
-import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,36 +24,58 @@ from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, Wa
 SIZES = ((480, 832, 81), (480, 832, 81), (272, 480, 33))
 
 
-def made(cls: Any, **config: Any) -> Any:
+def made(cls: Any, seed: int, **config: Any) -> Any:
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         model = cls(**config).eval()
     torch.set_default_dtype(torch.float32)
     return model
 
 
-def pipeline(offload: str) -> WanPipeline:
-    transformer = made(WanTransformer3DModel, num_attention_heads=40, num_layers=40, ffn_dim=13824)
+def transformer(offload: str, seed: int) -> WanTransformer3DModel:
+    model = made(WanTransformer3DModel, seed, num_attention_heads=40, num_layers=40, ffn_dim=13824)
     if offload != "none":
-        transformer.to("cpu")
+        model.to("cpu")
         torch.cuda.empty_cache()
+    if offload == "group":
+        places = torch.device("cuda"), torch.device("cpu")
+        model.enable_group_offload(*places, "block_level", num_blocks_per_group=1, use_stream=True)
+    return model
+
+
+def pipeline(offload: str, pair: bool) -> WanPipeline:
     scheduler = UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=5.0
     )
-    parts = {"transformer": transformer, "vae": made(AutoencoderKLWan), "scheduler": scheduler}
+    parts = {"transformer": transformer(offload, 0), "vae": made(AutoencoderKLWan, 0), "scheduler": scheduler}
+    if pair:
+        parts |= {"transformer_2": transformer(offload, 1), "boundary_ratio": 0.875}
     pipe = WanPipeline(tokenizer=None, text_encoder=None, **parts)
     pipe.set_progress_bar_config(disable=True)
-    if offload == "group":
-        places = torch.device("cuda"), torch.device("cpu")
-        transformer.enable_group_offload(*places, "block_level", num_blocks_per_group=1, use_stream=True)
-    elif offload == "model":
+    if offload == "model":
         pipe.enable_model_cpu_offload()
     return pipe
 
 
-offload, steps = sys.argv[1], int(sys.argv[2])
-pipe = pipeline(offload)
+def host() -> dict[str, float]:
+    """GiB of this process in host memory."""
+    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    names = "VmRSS", "VmHWM", "RssAnon", "RssShmem", "VmPin"
+    return {name: round(int(lines[name].split()[0]) / 2**20, 2) for name in names}
+
+
+parser = argparse.ArgumentParser()
+parser.add_argument("offload", choices=("none", "model", "group"))
+parser.add_argument("steps", type=int)
+parser.add_argument("--pair", action="store_true")
+parser.add_argument("--limit", type=float)
+given = parser.parse_args()
+start = time.perf_counter()
+pipe = pipeline(given.offload, given.pair)
+made_in = time.perf_counter() - start
+if given.limit:
+    torch.cuda.set_per_process_memory_fraction(given.limit * 2**30 / torch.cuda.get_device_properties(0).total_memory)
 seeded = torch.Generator().manual_seed(1)
 prompt, negative = (torch.randn(1, 512, 4096, generator=seeded).to("cuda", torch.bfloat16) for _ in range(2))
 calls = []
@@ -61,7 +88,7 @@ for height, width, frames in SIZES:
         height=height,
         width=width,
         num_frames=frames,
-        num_inference_steps=steps,
+        num_inference_steps=given.steps,
         guidance_scale=5.0,
         generator=torch.Generator().manual_seed(2),
         output_type="pt",
@@ -70,4 +97,5 @@ for height, width, frames in SIZES:
     seconds, peak = time.perf_counter() - start, torch.cuda.max_memory_allocated() / 2**30
     digest = hashlib.sha256(video.float().cpu().numpy()).hexdigest()[:12]
     calls.append({"size": [height, width, frames], "seconds": seconds, "frames": digest, "peak_GiB": peak})
-print(json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "offload": offload, "calls": calls}))
+row = {"offload": given.offload, "pair": given.pair, "limit_GiB": given.limit, "made_s": made_in, "calls": calls}
+print(json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, **row, "host_GiB": host()}))

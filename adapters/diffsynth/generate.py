@@ -11,6 +11,7 @@ report says why.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 from functools import partial
@@ -44,6 +45,7 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
     """
     from diffsynth.pipelines import wan_video
 
+    from wanshim.adapters.diffsynth import vram
     from wanshim.core.generation import Forward, NotShared, PipelineBinding, few_tokens
 
     signature = inspect.signature(type(pipe).__call__)
@@ -51,7 +53,13 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
     given.apply_defaults()
     parts = _parts(pipe)
     _check(pipe, parts, given.arguments)
-    no_sequence, heads = _tokens(pipe)
+    offload = vram.replaceable(pipe, parts)
+    with contextlib.ExitStack() as plain:
+        for part in parts.values():
+            plain.enter_context(vram.without_management(part))
+        no_sequence, heads = _tokens(pipe)
+    if vram.computing_device(pipe, parts) is not None and offload is None:
+        no_sequence = no_sequence or "its DiT is under VRAM management that keeps it on the GPU"
     merged = given.arguments["cfg_merge"]
     cached = given.arguments["tea_cache_l1_thresh"] is not None
     # a generator, whose lines run between steps
@@ -82,7 +90,10 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
         heads=heads,
         may_change=may_change,
         check=partial(_check, pipe, parts, given.arguments),
-        vae=pipe.vae,
+        vae=None if vram.is_managed(pipe.vae) else pipe.vae,
+        device=vram.computing_device(pipe, parts),
+        offload=offload,
+        without_hooks=vram.without_management,
         decodes=not given.arguments.get("tiled", False),
     )
 
@@ -142,6 +153,7 @@ def _empty(*, latents: torch.Tensor, context: torch.Tensor, **_: Any) -> torch.T
 def _check(pipe: Any, parts: dict[str, Any], given: dict[str, Any]) -> None:
     from diffsynth.pipelines import wan_video
 
+    from wanshim.adapters.diffsynth import vram
     from wanshim.adapters.diffsynth.splitting import refusals, wan
     from wanshim.adapters.diffsynth.splitting.family import class_of
     from wanshim.core.generation import NotShared
@@ -163,8 +175,8 @@ def _check(pipe: Any, parts: dict[str, Any], given: dict[str, Any]) -> None:
         cls = type(part).__name__
         if name in ("dit", "dit2") and class_of(part) not in wan.FAMILY.split_classes:
             raise NotShared(f"{name} is a {cls}: {wan.FAMILY.refused_classes.get(cls, 'not a Wan DiT that is known')}")
-        if getattr(part, "vram_management_enabled", False):
-            raise NotShared(f"{name} is under VRAM management, which moves or converts its weights in each forward")
+        if reason := vram.why_not_carried(part):
+            raise NotShared(f"{name} {reason}")
     if hasattr(pipe.dit, "music_injector") or hasattr(pipe.dit, "music_encoder"):
         raise NotShared("WanToDance writes the music into its DiT in each forward")
 

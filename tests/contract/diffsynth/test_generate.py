@@ -182,10 +182,6 @@ def hooked(pipe: Any) -> None:
     pipe.dit.blocks[0].register_forward_hook(lambda *_: None)
 
 
-def managed(pipe: Any) -> None:
-    pipe.dit.vram_management_enabled = True
-
-
 class Quantized(torch.Tensor):
     """A tensor of a class of its own, as libraries that quantize make them."""
 
@@ -197,7 +193,6 @@ def quantized(pipe: Any) -> None:
 
 REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "usp": (lambda pipe: setattr(pipe, "use_unified_sequence_parallel", True), "use_usp: DiffSynth shards"),
-    "vram": (managed, "dit is under VRAM management"),
     "hook": (hooked, r"dit \(blocks.0\) has forward hooks"),
     "compiled": (lambda pipe: pipe.dit.blocks[1].compile(), r"dit \(blocks.1\) is compiled"),
     "forward": (lambda pipe: setattr(pipe.dit, "forward", pipe.dit.forward), "dit has a forward of its own"),

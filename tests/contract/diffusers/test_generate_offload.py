@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import wanshim
 from tests.contract.diffusers import offloading, wan_pipelines
 from wanshim.core.generation import shared_pipeline
 from wanshim.errors import ModelInvalid
+from wanshim.pipelines import PipelineHandle
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = "tests.contract.diffusers.offloading"
@@ -50,6 +52,102 @@ def test_script_that_offloads_has_its_frames_over_gpus(way: str, kind: str, tmp_
     assert all(map(torch.equal, expected, found))
     assert "WanPipeline on cpu, cpu: guidance over 2, bit for bit the frames of one GPU" in said, said
     assert "left to the framework" not in said.replace("one GPU: the guidance scale switches guidance off", ""), said
+
+
+@pytest.mark.slow
+def test_script_that_offloads_streams_on_one_gpu(tmp_path: Path) -> None:
+    expected, _ = run(tmp_path / "model wan22", "env")
+    found, said = run(tmp_path / "model wan22 one", sys.executable, "-m", "wanshim", "generate", "--gpus", "1", "--")
+    assert all(map(torch.equal, expected, found))
+    assert "WanPipeline on cpu: one GPU, bit for bit the frames of the script alone" in said, said
+    assert "cpu streams blocks of its models from host memory, where the script offloads them" in said
+    assert "diffusers.generate exercised, 4 calls of WanPipeline.__call__" in said
+
+
+@pytest.fixture
+def alone(request: pytest.FixtureRequest) -> Callable[[Any], PipelineHandle]:
+    """Makes a pipeline stream its offloaded models on one GPU."""
+
+    def stream(pipe: Any) -> PipelineHandle:
+        handle = wanshim.parallelize_pipeline(pipe, gpus=1)
+        request.addfinalizer(handle.remove)
+        return handle
+
+    return stream
+
+
+@pytest.mark.parametrize("way", ["model", "block"])
+def test_models_are_the_script_s_between_calls(way: str, alone: Any, tmp_path: Path) -> None:
+    """With its hooks, and whole where it saves them."""
+    pipe = wan_pipelines.wan22()
+    expected = wan_pipelines.generate(pipe, "wan22")
+    weights = {name: value.clone() for name, value in pipe.transformer.state_dict().items()}
+    offloading.WAYS[way](pipe)
+    handle = alone(pipe)
+    with torch.inference_mode():
+        assert torch.equal(wan_pipelines.generate(pipe, "wan22"), expected)
+    assert torch.equal(wan_pipelines.generate(pipe, "wan22"), expected)
+    assert handle.plan.replaces_offload
+    module = pipe.transformer if way == "model" else pipe.transformer.blocks[0]
+    assert hasattr(module, "_hf_hook" if way == "model" else "_diffusers_hook")
+    assert not any(block._forward_pre_hooks for block in pipe.transformer.blocks)
+    assert "_apply" not in vars(pipe.transformer)
+    pipe.transformer.save_pretrained(tmp_path)
+    saved = type(pipe.transformer).from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(saved[name], weight) for name, weight in weights.items())
+    bytes_saved = sum(file.stat().st_size for file in tmp_path.iterdir())
+    assert bytes_saved < 1.2 * sum(weight.nbytes for weight in weights.values()) + 2**15
+    handle.remove()
+    assert torch.equal(wan_pipelines.generate(pipe, "wan22"), expected)
+
+
+@pytest.mark.parametrize("way", ["model", "block"])
+def test_callback_between_steps_sees_the_script_s_model_and_changes_it(way: str, alone: Any) -> None:
+    seen = []
+
+    def callback(pipe: Any, step: int, timestep: Any, given: dict[str, Any]) -> dict[str, Any]:
+        weight = pipe.transformer.blocks[0].attn1.to_q.weight
+        seen.append(weight.sum().item())
+        weight.data.mul_(1.25)
+        return {}
+
+    made = []
+    for streams in (False, True):
+        pipe = wan_pipelines.wan()
+        offloading.WAYS[way](pipe)
+        if streams:
+            alone(pipe)
+        made.append(wan_pipelines.generate(pipe, "wan", callback_on_step_end=callback))
+        made.append(wan_pipelines.generate(pipe, "wan"))
+    assert torch.equal(made[0], made[2])
+    assert torch.equal(made[1], made[3])
+    assert seen[: len(seen) // 2] == seen[len(seen) // 2 :]
+
+
+def test_host_without_room_leaves_the_script_its_offload(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = wan_pipelines.wan()
+    expected = wan_pipelines.generate(pipe, "wan")
+    offloading.WAYS["model"](pipe)
+    handle = alone(pipe)
+    monkeypatch.setattr("wanshim.core.streaming.host_copy.available_bytes", lambda: 1)
+    assert torch.equal(wan_pipelines.generate(pipe, "wan"), expected)
+    assert not handle.plan.replaces_offload
+    assert "GiB of host memory" in handle.plan.rejected["streaming in place of the script's offload"]
+
+
+def test_step_cache_stays_with_the_script_s_offload(alone: Any) -> None:
+    """Its hooks are among those of the offload."""
+    diffusers = pytest.importorskip("diffusers", minversion="0.36")
+    made = []
+    for streams in (False, True):
+        pipe = wan_pipelines.wan()
+        pipe.transformer.enable_cache(diffusers.FirstBlockCacheConfig(threshold=1e6))
+        offloading.WAYS["block"](pipe)
+        handle = alone(pipe) if streams else None
+        made.append([wan_pipelines.generate(pipe, "wan", num_inference_steps=4) for _ in range(2)])
+    assert all(map(torch.equal, *made))
+    assert handle is not None
+    assert not handle.plan.replaces_offload
 
 
 def test_offload_layer_by_layer_leaves_a_copy_its_weights() -> None:
@@ -88,6 +186,9 @@ def test_worker_without_room_streams_from_call_to_call(
     request.addfinalizer(handle.remove)
     assert all(map(torch.equal, expected, [call(prompts=2), call(num_frames=9)]))
     assert handle.plan.streamed
+    files = [weights_in(pid) for pid in (os.getpid(), *handle._shared.pids)]
+    assert len(files) == 2
+    assert files[0] & files[1], "both processes map one file"
     assert "the others stream blocks of its models from host memory" in str(handle.plan)
     pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False))
     for parameter in pipe.transformer.parameters():
@@ -95,6 +196,12 @@ def test_worker_without_room_streams_from_call_to_call(
     found = [call(), call()]
     handle.remove()
     assert all(torch.equal(each, call()) for each in found)
+
+
+def weights_in(pid: int) -> set[str]:
+    """Files of weights that a process maps, by inode."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {line.split()[4] for line in lines if "wanshim-weights" in line}
 
 
 def test_what_is_moved_in_another_way_is_named() -> None:

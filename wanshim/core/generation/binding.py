@@ -46,6 +46,11 @@ class Forward:
     few: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Any]] | None = None
     sent: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Any]] | None = None
 
+    def used(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[nn.Module]:
+        """Those of its modules that a forward with these arguments computes with."""
+        given = {id(each) for each in (self.owner, *args, *kwargs.values())}
+        return [module for module in self.modules.values() if id(module) in given]
+
     def as_sent(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         return (args, kwargs) if self.sent is None else self.sent(args, kwargs)
 
@@ -56,12 +61,16 @@ class Offload:
 
     Args:
         before: called with a model that is to compute: others leave the device, as that offload has it. It returns a
-            function that is called when the model's weights have other places in host memory.
-        again: an object and the name of its method, which puts that offload's hooks on again at the end of a call.
+            function that is called when the model's weights have other places in host memory; None: that offload
+            leaves the model alone.
+        again: an object and the name of its method by which that offload moves models between their forwards; the
+            streams end before it.
+        keeps: whether it keeps the weights in host memory between calls, as files do not need to be.
     """
 
-    before: Callable[[nn.Module], Callable[[], None]]
+    before: Callable[[nn.Module], Callable[[], None] | None]
     again: tuple[object, str]
+    keeps: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from wanshim.core.shared.plain import why_not_plain
+from wanshim.core.shared.weight_bytes import tensors
 from wanshim.core.workers.packing import pack
 from wanshim.errors import ModelInvalid, WorkersInvalid
 
@@ -59,8 +60,10 @@ def check_around(device: torch.device) -> None:
 
 
 def check_copied(modules: Mapping[str, nn.Module], device: torch.device) -> None:
-    """Raise NotShared if a worker cannot hold a copy of one of them."""
+    """Raise NotShared if a worker cannot hold a copy of one of them. Those without weights yet are not looked at."""
     for name, module in modules.items():
+        if any(tensor.is_meta for tensor in tensors(module)):
+            continue
         try:
             pack(module, device)
         except WorkersInvalid as error:

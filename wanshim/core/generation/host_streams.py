@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from wanshim.core.streaming import HostCopy, compute_from
+from wanshim.core.streaming import HostCopy, bytes_when_streamed, compute_from
 from wanshim.undo import Undo
 
 from .binding import Forward, PipelineBinding
@@ -53,10 +54,10 @@ class OwnStreams:
         self._binding, self._device, self._placed = binding, device, placed
         self._without_replacements = without_replacements
         self._attached = Undo()
-        self._forward: Forward | None = None
+        self._models: list[nn.Module] = []
 
-    def begin(self, forward: Forward) -> Callable[..., Any]:
-        """Stream the models of a forward, and those of no other.
+    def begin(self, forward: Forward, models: list[nn.Module]) -> Callable[..., Any]:
+        """Stream these models of a forward, and no others.
 
         Returns:
             The function that computes it.
@@ -64,33 +65,42 @@ class OwnStreams:
         Raises:
             PlacementInvalid, HostMemoryInvalid, torch.OutOfMemoryError: as `host_copy` and `compute_from`.
         """
-        if self._forward is not forward:
+        if [*map(id, models)] != [*map(id, self._models)]:
             self.end()
-            self._forward = forward
-            for module in forward.modules.values():
+            self._models = models
+            for module in models:
                 self._attach(module)
-        return getattr(type(forward.owner), forward.attribute).__get__(forward.owner)
+        owner, name = forward.owner, forward.attribute
+        if any(owner is model for model in models):
+            return getattr(type(owner), name).__get__(owner)
+        with self._without_replacements():
+            return getattr(owner, name)
 
     def end(self) -> None:
         """Give the models back to the script's offload. Safe to call twice."""
-        if self._forward is not None:
-            self._forward = None
+        models, self._models = self._models, []
+        if models:
             with self._without_replacements():
                 self._attached.remove()
+        if self._binding.offload is not None and not self._binding.offload.keeps:
+            for model in models:
+                _COPIES.pop(model, None)
 
     def _attach(self, module: nn.Module) -> None:
         offload = self._binding.offload
         assert offload is not None
         moved = offload.before(module)
+        if moved is None:
+            return
         with self._without_replacements():
             bare = ExitStack()
             self._attached.add(bare.close)
             bare.enter_context(self._binding.without_hooks(module))
             for owner, _, _, own in self._placed:
                 if owner is module:  # until then, what the script has there are hooks, which are off
-                    self._attached.add(lambda own=own, before=dict(own): own.update(before))
+                    self._attached.add(partial(own.update, dict(own)))
                     own.clear()
-            copy = host_copy(module)
+            copy = None if bytes_when_streamed(module) is None else host_copy(module)
             moved()
             streams = compute_from(copy, module, self._device)
             self._attached.add(streams.remove)

@@ -49,8 +49,8 @@ class GenerationPlan:
             guidance = "guidance over GPUs changes no bit, " * (self.guidance > 1)
             exact = f"the frames of one GPU up to rounding ({guidance}tokens over GPUs round in another order)"
         lines = [f"{self.pipeline} on {', '.join(self.devices)}: {describe(self.guidance, self.sequence)}, {exact}"]
-        if self.replaces_offload:
-            lines.append(f"{self.devices[0]} streams blocks of its models from host memory, where the script offloads them")
+        own = f"{self.devices[0]} streams blocks of its models from host memory, where the script offloads them"
+        lines += [own] * self.replaces_offload
         lines += ["the others stream blocks of its models from host memory"] * self.streamed
         lines += [f"{device}: {format_bytes(peak)} predicted for its forwards" for device, peak in self.peaks.items()]
         lines += [f"not {way}: {reason}" for way, reason in self.rejected.items()]

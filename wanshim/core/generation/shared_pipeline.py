@@ -308,18 +308,18 @@ class _Call:
                     plan, guidance=1, sequence=1, devices=plan.devices[:1], streamed=False, peaks={}, rejected=rejected
                 )
                 self._shared.planned(self._plan)
-            return self._here(forward, own)(*args, **kwargs)
+            return self._here(forward, own, args, kwargs)(*args, **kwargs)
 
         return call
 
-    def _here(self, forward: Forward, own: Callable[..., Any]) -> Callable[..., Any]:
+    def _here(self, forward: Forward, own: Callable[..., Any], args: Any, kwargs: Any) -> Callable[..., Any]:
         """The function that computes a forward in this process: with its models' blocks streamed, or as the script has
         it."""
         assert self._plan is not None
         if not self._plan.replaces_offload:
             return own
         try:
-            compute = self._streams.begin(forward)
+            compute = self._streams.begin(forward, forward.used(args, kwargs))
         except (WanshimError, torch.OutOfMemoryError) as error:
             self._streams.end()
             rejected = {**self._plan.rejected, "streaming in place of the script's offload": cause_of(error)}
@@ -447,7 +447,7 @@ class _Call:
         assert self._plan is not None
         if self._plan.sequence == 1:
             try:
-                mine = self._here(forward, own)(*args, **kwargs)
+                mine = self._here(forward, own, args, kwargs)(*args, **kwargs)
             except Exception:  # as of a size that the model refuses, in the other process too: that one lives
                 for call in others:
                     with contextlib.suppress(WorkersFailed):
@@ -461,7 +461,7 @@ class _Call:
             group = self._shared.group(half)
             replies = Replies(calls, partial(group.abort, "a worker failed"))
             try:
-                compute = self._here(forward, own)
+                compute = self._here(forward, own, args, kwargs)
                 with tokens.over(group, forward.function, forward.blocks, args, kwargs):
                     mine = compute(*args, **kwargs)
             except RanksFailed:
@@ -484,8 +484,8 @@ class _Call:
         assert self._plan is not None
         workers = self._shared.workers_on(self._plan)
         self.is_busy = True  # an interrupt may come while copies are compared
-        self._hold(forward, workers)
-        self._here(forward, forward.function)  # for the comparison
+        self._hold(forward.used(args, kwargs), workers)
+        self._here(forward, forward.function, args, kwargs)  # for the comparison
         with self._without_replacements():
             compare(workers, self._plan.gpus - 1, forward, args, kwargs)
         args, kwargs = forward.as_sent(args, kwargs)
@@ -499,11 +499,11 @@ class _Call:
             if rank
         ]
 
-    def _hold(self, forward: Forward, workers: Workers) -> None:
+    def _hold(self, models: Sequence[nn.Module], workers: Workers) -> None:
         assert self._plan is not None
         count = self._plan.gpus - 1
-        for name, module in forward.modules.items():
-            if not self._is_held(module, workers, count):
+        for name, module in self._binding.modules.items():
+            if any(module is each for each in models) and not self._is_held(module, workers, count):
                 self._streams.end()  # what is copied is the model as its classes made it
                 self._shared.copied.add(module)
                 with self._bare():
@@ -541,6 +541,8 @@ class _Call:
         with self._bare():
             weights = sum(map(num_bytes, self._binding.copied))
             parts = [bytes_when_streamed(module) for module in self._binding.modules.values()]
+            here = forward.used(args, kwargs)
+            at_once = [bytes_when_streamed(module) or num_bytes(module) for module in here]
             rest = 0 if self._binding.vae is None else num_bytes(self._binding.vae)
             working = self._shared.working_bytes(forward, *forward.as_sent(args, kwargs))
         job = GenerationJob(
@@ -553,7 +555,7 @@ class _Call:
             why_one="one GPU was asked for" if self._shared.request.asks_for_one else "one GPU is in sight",
             weights=weights,
             is_offloaded=self._binding.device is not None,
-            own_streamed=None if None in parts or self._binding.offload is None else rest + max(filter(None, parts)),
+            own_streamed=None if self._binding.offload is None or not any(parts) else rest + sum(at_once),
             streamed=None if None in parts else rest + sum(filter(None, parts)),
             working=working,
         )

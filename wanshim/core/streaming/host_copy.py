@@ -27,7 +27,6 @@ from wanshim.core.streaming.ring import Ring
 from wanshim.errors import HostMemoryInvalid, PlacementInvalid
 from wanshim.undo import Undo
 
-
 _NUMBERS = itertools.count()
 
 
@@ -58,6 +57,8 @@ class HostCopy:
             HostMemoryInvalid: the host has not that much memory.
         """
         found = _weights(model)
+        if any(t.is_meta for t in itertools.chain.from_iterable(found)):
+            raise PlacementInvalid(f"{type(model).__name__} has weights that are not loaded")
         bounds: list[tuple[int, int]] = []
         for block in found:
             begin = -(-bounds[-1][1] // PAGE) * PAGE if bounds else 0
@@ -139,8 +140,11 @@ class HostCopy:
         return self.memory.numpy()
 
 
-def compute_from(copy: HostCopy, model: nn.Module, device: torch.device, slots: int = SLOTS) -> Undo:
+def compute_from(copy: HostCopy | None, model: nn.Module, device: torch.device, slots: int = SLOTS) -> Undo:
     """Let the model compute on `device` with its blocks' weights coming from the copy ahead of use.
+
+    Args:
+        copy: None: all of the model comes to the device.
 
     Returns:
         An Undo, whose `remove` gives each tensor back the memory that it had.
@@ -149,10 +153,9 @@ def compute_from(copy: HostCopy, model: nn.Module, device: torch.device, slots: 
         PlacementInvalid: the weights of its blocks do not lie in the copy.
         torch.OutOfMemoryError: the device cannot hold the rest.
     """
-    layouts = copy.layouts(model)
+    layouts = [] if copy is None else copy.layouts(model)
     if layouts is None or any(weight.tensor.device.type != "cpu" for layout in layouts for weight in layout.weights):
         raise PlacementInvalid(f"weights of {type(model).__name__} that lie elsewhere than in their copy on the host")
-    copy.lock(device)
     waiting = {id(weight.tensor) for layout in layouts for weight in layout.weights}
     undo = Undo()
     try:
@@ -161,19 +164,24 @@ def compute_from(copy: HostCopy, model: nn.Module, device: torch.device, slots: 
                 undo.add(partial(setattr, tensor, "data", tensor.data))
                 if id(tensor) not in waiting:
                     tensor.data = tensor.data.to(device)
-            ring = Ring(layouts, copy.memory, device, slots)
+            if copy is not None:
+                copy.lock(device)
+                _acquire(Ring(layouts, copy.memory, device, slots), find_blocks(model)[1], undo)
     except BaseException:
         undo.remove()
         raise
-    for index, block in enumerate(find_blocks(model)[1]):
+    if device.type == "cuda":
+        undo.add(partial(torch.cuda.synchronize, device))
+    return undo
+
+
+def _acquire(ring: Ring, blocks: nn.ModuleList, undo: Undo) -> None:
+    for index, block in enumerate(blocks):
 
         def before(module: nn.Module, args: Any, index: int = index) -> None:
             ring.acquire(index)
 
         undo.add(block.register_forward_pre_hook(before, prepend=True).remove)
-    if device.type == "cuda":
-        undo.add(partial(torch.cuda.synchronize, device))
-    return undo
 
 
 def bytes_when_streamed(model: nn.Module) -> int | None:
@@ -195,7 +203,7 @@ def _weights(model: nn.Module) -> list[list[torch.Tensor]]:
     name, blocks = find_blocks(model)
     uses = Counter(id(tensor) for *_, tensor in owners(model))
     found = [[t for *_, t in owners(block) if uses[id(t)] == 1 and t.numel() and is_dense(t)] for block in blocks]
-    plain = all(type(t) in (nn.Parameter, torch.Tensor) and t.device.type != "meta" for t in tensors(model))
+    plain = all(type(t) in (nn.Parameter, torch.Tensor) for t in tensors(model))
     if len(blocks) < SLOTS or not all(found) or not plain:
         raise PlacementInvalid(
             f"{type(model).__name__}.{name} cannot be streamed",

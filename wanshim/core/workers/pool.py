@@ -194,9 +194,11 @@ class Workers:
         packed, tensors = pack(module, self.device, moved=moved)
         digest = digest_weights if moved else digests
         found = digest([elements(t) for t in tensors])
-        offsets = {} if host is None else host.offsets(tensors)
-        for at, offset in offsets.items():  # equal to no tensor but the one there
-            found[at] = hash((found[at], offset, host.number))
+        offsets: dict[int, int] = {}
+        if host is not None:
+            offsets = host.offsets(tensors)
+            for at, offset in offsets.items():  # equal to no tensor but the one there
+                found[at] = hash((found[at], offset, host.number))
         addresses = list(zip(found, packed.specs, strict=True))
         self.begin()
         key = self.key(module)

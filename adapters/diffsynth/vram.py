@@ -1,0 +1,117 @@
+"""DiffSynth's VRAM management of a model: whether it can be carried to other GPUs, and the model without it.
+
+It has a wrapper around each layer, which brings weights to the GPU in each forward and converts them where the script's
+`vram_config` says so. A model without those wrappers computes the same bits as long as nothing is converted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from wanshim.undo import Undo
+
+if TYPE_CHECKING:
+    import torch
+
+    from wanshim.core.generation import Offload
+
+_PLAIN: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by wrapper of a linear layer: the layer
+
+
+def is_managed(model: Any) -> bool:
+    return bool(getattr(model, "vram_management_enabled", False))
+
+
+def computing_device(pipe: Any, models: dict[str, Any]) -> torch.device | None:
+    """The device on which managed models compute; None: none of these models is managed."""
+    import torch
+
+    from wanshim.core.shared.gpu_memory import indexed
+
+    return indexed(torch.device(pipe.device)) if any(map(is_managed, models.values())) else None
+
+
+def replaceable(pipe: Any, models: dict[str, Any]) -> Offload | None:
+    """The management, in place of which this process can stream the models; None: their weights are all on the GPU."""
+    from wanshim.core.generation import Offload
+
+    wrappers = [each for model in models.values() for each in _wrappers(model)]
+    if not wrappers or not all(_is_host(each.onload_device) for each in wrappers):
+        return None
+    return Offload(before=_before, again=(pipe, "load_models_to_device"), keeps=not any(map(_is_of_disk, wrappers)))
+
+
+def why_not_carried(model: Any) -> str:
+    """A phrase of which the model is the subject; empty if a copy without its management computes the same bits."""
+    if is_managed(model) and _is_wrapper(model):
+        return "is under VRAM management as a whole"
+    for each in _wrappers(model):
+        dtypes = {each.onload_dtype, each.preparing_dtype, each.computation_dtype}
+        if len(dtypes) > 1:
+            return f"is under VRAM management that converts its weights ({', '.join(sorted(map(str, dtypes)))})"
+        if getattr(each, "enable_fp8", False):
+            return "is under VRAM management and computes in float8"
+        if getattr(each, "lora_A_weights", None):
+            return "has a LoRA that is loaded under VRAM management: load it with hotload=False, or without vram_config"
+        if not {str(each.onload_device), str(each.preparing_device)} <= {"cpu", str(each.computation_device)}:
+            return f"is under VRAM management that reads its weights from {each.onload_device} in each forward"
+    return ""
+
+
+@contextlib.contextmanager
+def without_management(model: Any) -> Iterator[None]:
+    """The model as its classes made it, its weights where the management has them."""
+    with Undo() as undo:
+        for parent in list(model.modules()) if is_managed(model) else ():
+            for name, child in list(parent._modules.items()):
+                if child is not None and _is_wrapper(child):
+                    parent._modules[name] = _inside(child)
+                    undo.add(partial(parent._modules.__setitem__, name, child))
+        yield
+
+
+def _before(model: Any) -> Callable[[], None] | None:
+    """Weights that an earlier forward has left on the GPU go back to the host."""
+    if not is_managed(model):
+        return None
+    for each in _wrappers(model):
+        if each.state == 2:  # prepared
+            each.to(device=each.onload_device)
+            each.state = 1
+    return lambda: None
+
+
+def _wrappers(model: Any) -> list[Any]:
+    return list(filter(_is_wrapper, model.modules())) if is_managed(model) else []
+
+
+def _is_wrapper(module: Any) -> bool:
+    from diffsynth.core.vram.layers import AutoTorchModule
+
+    return isinstance(module, AutoTorchModule)
+
+
+def _inside(wrapper: Any) -> Any:
+    """What is wrapped: a module, or the linear layer of these weights, whose place the wrapper takes."""
+    import torch
+
+    if not isinstance(wrapper, torch.nn.Linear):
+        return wrapper.module
+    if wrapper not in _PLAIN:
+        sizes = wrapper.in_features, wrapper.out_features
+        _PLAIN[wrapper] = torch.nn.Linear(*sizes, bias=wrapper.bias is not None, device="meta")
+    layer = _PLAIN[wrapper]
+    layer._parameters = wrapper._parameters
+    return layer.train(wrapper.training)
+
+
+def _is_host(device: Any) -> bool:
+    return str(device) == "cpu"
+
+
+def _is_of_disk(wrapper: Any) -> bool:
+    return bool(getattr(wrapper, "disk_offload", False))

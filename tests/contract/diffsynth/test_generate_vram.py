@@ -1,0 +1,95 @@
+"""A script whose models are under DiffSynth's VRAM management generates as it does alone, streamed, on one GPU and on
+two."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import wanshim
+from tests.contract.diffsynth import vram_management, wan_pipelines
+from wanshim.errors import ModelInvalid
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = "tests.contract.diffsynth.vram_management"
+
+
+def run(folder: Path, way: str, kind: str, *command: str) -> tuple[list[torch.Tensor], str]:
+    folder.mkdir()
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(
+        [*command, sys.executable, "-m", SCRIPT, way, kind],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(folder / "frames.pt", weights_only=True), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["disk", pytest.param("host", marks=pytest.mark.sweep)])
+def test_script_under_vram_management_has_its_frames(way: str, tmp_path: Path) -> None:
+    expected, _ = run(tmp_path / "alone", way, "pair", "env")
+    for gpus, text in ((1, "on cpu: one GPU, bit for bit the frames of the script alone"), (2, "guidance over 2")):
+        command = (sys.executable, "-m", "wanshim", "generate", "--gpus", str(gpus), "--")
+        found, said = run(tmp_path / str(gpus), way, "pair", *command)
+        assert all(map(torch.equal, expected, found))
+        assert text in said, said
+        assert "cpu streams blocks of its models from host memory, where the script offloads them" in said
+        assert "diffsynth.generate exercised, 3 calls" in said
+
+
+@pytest.mark.parametrize("kind", ["pair", pytest.param("vace", marks=pytest.mark.sweep), "motion"])
+@pytest.mark.parametrize("way", ["host", "disk"])
+def test_frames_are_those_of_the_script_and_its_management_goes_on(
+    way: str, kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    expected = wan_pipelines.generate(wan_pipelines.MADE[kind](), kind)
+    pipe = vram_management.manage(wan_pipelines.MADE[kind](), way, tmp_path)
+    before = [type(module) for module in pipe.dit.modules()]
+    handle = wanshim.parallelize_pipeline(pipe, gpus=1)
+    request.addfinalizer(handle.remove)
+    for _ in range(2):
+        assert torch.equal(wan_pipelines.generate(pipe, kind), expected)
+    assert handle.plan.replaces_offload
+    assert [type(module) for module in pipe.dit.modules()] == before
+    places = {"meta"} if way == "disk" else {"cpu"}
+    assert {weight.device.type for name, weight in pipe.dit.named_parameters() if "q.weight" in name} == places
+    handle.remove()
+    assert torch.equal(wan_pipelines.generate(pipe, kind), expected)
+
+
+def converts(pipe: Any, folder: Path) -> None:
+    vram_management.manage(pipe, "host", folder, onload_dtype=torch.float8_e4m3fn)
+
+
+def has_lora(pipe: Any, folder: Path) -> None:
+    vram_management.manage(pipe, "host", folder)
+    layer = pipe.dit.blocks[0].self_attn.q
+    layer.lora_A_weights.append(torch.ones(1, layer.in_features))
+
+
+def reads_files(pipe: Any, folder: Path) -> None:
+    vram_management.manage(pipe, "disk", folder, onload_dtype="disk", onload_device="disk")
+
+
+REFUSED: dict[str, tuple[Callable[[Any, Path], None], str]] = {
+    "converted": (converts, r"VRAM management that converts its weights \(torch.float32, torch.float8_e4m3fn\)"),
+    "LoRA": (has_lora, "has a LoRA that is loaded under VRAM management: load it with hotload=False"),
+    "files": (reads_files, "VRAM management that converts its weights"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_computed_in_another_way_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    change, text = REFUSED[name]
+    pipe = wan_pipelines.MADE["t2v"]()
+    change(pipe, tmp_path)
+    with pytest.raises(ModelInvalid, match=f"dit (is under )?{text}"):
+        wanshim.parallelize_pipeline(pipe, gpus=2)
