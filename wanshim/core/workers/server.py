@@ -133,7 +133,6 @@ class _Server:
         host: Placed | None,
     ) -> Any:
         """Hold a module: its tensors by number, of which the `new` places are received, or lie in the host's memory."""
-
         from wanshim.core.streaming import HostCopy
 
         self._drop((key,), dropped)
