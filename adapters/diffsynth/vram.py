@@ -42,7 +42,7 @@ def replaceable(pipe: Any, models: dict[str, Any]) -> Offload | None:
     wrappers = [each for model in models.values() for each in _wrappers(model)]
     if not wrappers or not all(_is_host(each.onload_device) for each in wrappers):
         return None
-    return Offload(before=_before, again=(pipe, "load_models_to_device"), keeps=not any(map(_is_of_disk, wrappers)))
+    return Offload(before=_before, ends=((pipe, "load_models_to_device"),), keeps=not any(map(_is_of_disk, wrappers)))
 
 
 def why_not_carried(model: Any) -> str:

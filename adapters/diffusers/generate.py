@@ -11,7 +11,7 @@ shared runs on one GPU, and the report says why.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -53,6 +53,8 @@ OF_A_WORKER = (  # what the models of their pipelines are made of
     "diffusers.models.autoencoders.autoencoder_kl_qwenimage",
 )
 TRANSFORMERS = ("transformer", "transformer_2")
+GUIDERS = ("guider", "guider_2")
+MODULAR = "diffusers.modular_pipelines.modular_pipeline:ModularPipeline"
 FORWARDS = (
     f"{MODELS}.transformer_wan:WanTransformer3DModel.forward",
     f"{MODELS}.transformer_wan_vace:WanVACETransformer3DModel.forward",
@@ -92,23 +94,72 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
     Raises:
         NotShared: it must run on one GPU.
     """
-    from wanshim.adapters.diffusers import offload, step_cache
-    from wanshim.core.generation import Forward, NotShared, PipelineBinding
+    models = _models(pipe)
+    _check(pipe, models)
+    if any(cls.__name__ == "ModularPipeline" for cls in type(pipe).__mro__):
+        return _bind_modular(pipe, models, kwargs)
+    given = inspect.signature(_served(pipe).__call__).bind_partial(pipe, *args, **kwargs)
+    given.apply_defaults()
+    by_arguments = "true_cfg_scale" in given.arguments  # Qwen-Image
+    no_pair = _why_no_pair(given.arguments) if by_arguments else ""
+    return _binding(
+        pipe,
+        models,
+        is_guided=lambda: not no_pair if by_arguments else bool(pipe.do_classifier_free_guidance),
+        no_pair=no_pair,
+        may_change=given.arguments.get("callback_on_step_end") is not None,
+        output=given.arguments.get("output_type"),
+    )
 
+
+def _bind_modular(pipe: Any, models: dict[str, Any], given: dict[str, Any]) -> PipelineBinding:
+    """One call of a modular pipeline, whose guider says how many forwards a step has."""
+    from wanshim.core.generation import NotShared
+
+    if not any(cls.__name__ == "WanModularPipeline" for cls in type(pipe).__mro__):
+        raise NotShared(f"of modular pipelines those of Wan are served, and {type(pipe).__name__} is none")
+    guiders = [each for name in GUIDERS if (each := getattr(pipe, name, None)) is not None]
+    other = [type(each).__name__ for each in guiders if type(each).__name__ != "ClassifierFreeGuidance"]
+    if other or not guiders:
+        raise NotShared(f"its guider is {', '.join(other) or 'missing'}, whose forwards of a step are not known")
+    in_part = any(each.config.start > 0 or each.config.stop < 1 for each in guiders)
+    counts = {each.num_conditions for each in guiders}
+    no_pair = "its guiders guide some steps alone" if in_part or len(counts) > 1 else ""
+    return _binding(
+        pipe,
+        models,
+        is_guided=lambda: not no_pair and counts == {2},
+        no_pair=no_pair,
+        may_change=False,
+        output=given.get("output_type"),
+    )
+
+
+def _models(pipe: Any) -> dict[str, Any]:
     models: dict[str, Any] = {}
     for name in TRANSFORMERS:
         model = getattr(pipe, name, None)
         if model is not None and all(model is not each for each in models.values()):
             models[name] = model
-    _check(pipe, models)
-    given = inspect.signature(_served(pipe).__call__).bind_partial(pipe, *args, **kwargs)
-    given.apply_defaults()
-    by_arguments = "true_cfg_scale" in given.arguments  # Qwen-Image
-    no_pair = _why_no_pair(given.arguments) if by_arguments else ""
+    return models
+
+
+def _binding(
+    pipe: Any,
+    models: dict[str, Any],
+    *,
+    is_guided: Callable[[], bool],
+    no_pair: str,
+    may_change: bool,
+    output: str | None,
+) -> PipelineBinding:
+    from wanshim.adapters.diffusers import offload, step_cache
+    from wanshim.core.generation import Forward, NotShared, PipelineBinding
+
     cached = [model for model in models.values() if step_cache.is_cached(model)]
-    may_change = given.arguments.get("callback_on_step_end") is not None
     if cached and may_change:
         raise NotShared("a callback between steps may change what a step cache has kept")
+    vae = getattr(pipe, "vae", None)
     return PipelineBinding(
         name=type(pipe).__name__,
         forwards=tuple(
@@ -129,16 +180,16 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
         if cached
         else next(filter(None, map(_why_no_sequence, models.values())), ""),
         heads=min((model.config.num_attention_heads for model in models.values()), default=0),
-        is_guided=lambda: not no_pair if by_arguments else bool(pipe.do_classifier_free_guidance),
+        is_guided=is_guided,
         no_pair=no_pair,
         may_change=may_change,
         check=partial(_check, pipe, models),
         set_up=set_up_copy,
-        vae=pipe.vae if pipe.vae is not None and not offload.is_offloaded(pipe.vae) else None,
+        vae=vae if vae is not None and not offload.is_offloaded(vae) else None,
         device=offload.execution_device(pipe, models),
         offload=offload.replaceable(pipe, models),
         without_hooks=offload.without_hooks,
-        decodes=given.arguments.get("output_type") != "latent" and not getattr(pipe.vae, "use_tiling", False),
+        decodes=output != "latent" and not getattr(vae, "use_tiling", False),
     )
 
 
@@ -355,7 +406,7 @@ def _watch(target: str) -> Seam:
         required=target == FORWARDS[0],
         stacks=True,
         why="a loop of the program's own, and a pipeline that is not served, denoise on one GPU without a word",
-        upstream="https://github.com/huggingface/diffusers (modular pipelines denoise in one process)",
+        upstream="https://github.com/huggingface/diffusers (a loop of a program's own denoises in one process)",
         remove_when="every pipeline of diffusers is served",
     )
 
@@ -365,6 +416,6 @@ FEATURE = Feature(
     summary="the denoising of a Wan or Qwen-Image pipeline over several GPUs, the script unchanged",
     switched_on_by="generate",
     relies_on=(*(f"{target}.do_classifier_free_guidance" for target in WAN_PIPELINES),),
-    seams=(*map(_seam, PIPELINES), *map(_watch, FORWARDS)),
+    seams=(*map(_seam, (*PIPELINES, MODULAR)), *map(_watch, FORWARDS)),
     prepare=start_ahead(OF_A_WORKER),
 )

@@ -44,7 +44,8 @@ def replaceable(pipe: Any, models: dict[str, Any]) -> Offload | None:
 
     if not all(is_offloaded(model) and not step_cache.is_cached(model) for model in models.values()):
         return None
-    return Offload(before=_before, again=(pipe, "maybe_free_model_hooks"))
+    owners = (pipe, "maybe_free_model_hooks"), (getattr(pipe, "vae", None), "decode")
+    return Offload(before=_before, ends=tuple((owner, name) for owner, name in owners if hasattr(owner, name)))
 
 
 def _before(model: Any) -> Callable[[], None]:

@@ -27,7 +27,7 @@ class Forward:
         function: what a worker calls with the same arguments: a module among `modules`, or a function of a module file.
         modules: what it needs, by name.
         empty: from its arguments, an uninitialized result: tensors of the shapes and dtypes that it returns.
-        same: the argument, given by name, that is one object in the two forwards of a step.
+        same: the argument, given by name, that is equal in the two forwards of a step.
         blocks: from `function` and its arguments, the blocks through which its tokens go; a function of a module file.
         reads: names of the arguments that it reads; no others are sent. None: all.
         few: from its arguments, those of a forward with few tokens, by which new copies are compared; None: they are
@@ -63,13 +63,13 @@ class Offload:
         before: called with a model that is to compute: others leave the device, as that offload has it. It returns a
             function that is called when the model's weights have other places in host memory; None: that offload
             leaves the model alone.
-        again: an object and the name of its method by which that offload moves models between their forwards; the
-            streams end before it.
+        ends: objects and the names of their methods before which the streams end: those by which that offload moves
+            models between their forwards, and what needs the device's memory next.
         keeps: whether it keeps the weights in host memory between calls, as files do not need to be.
     """
 
     before: Callable[[nn.Module], Callable[[], None] | None]
-    again: tuple[object, str]
+    ends: tuple[tuple[object, str], ...]
     keeps: bool = True
 
 

@@ -82,6 +82,8 @@ class OwnStreams:
         if models:
             with self._without_replacements():
                 self._attached.remove()
+            if self._device.type == "cuda":  # what comes next needs it in one piece
+                torch.cuda.empty_cache()
         if self._binding.offload is not None and not self._binding.offload.keeps:
             for model in models:
                 _COPIES.pop(model, None)

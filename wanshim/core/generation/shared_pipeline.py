@@ -251,8 +251,7 @@ class _Call:
                 self._place(forward.owner, forward.attribute, self._replacement(forward, own), undo)
             for verb in together.VERBS if self._binding.vae is not None else ():
                 self._share_vae(self._binding.vae, verb, undo)
-            if self._binding.offload is not None:
-                owner, name = self._binding.offload.again
+            for owner, name in () if self._binding.offload is None else self._binding.offload.ends:
                 self._place(owner, name, self._behind_streams(_original(owner, name)), undo)
             try:
                 yield
@@ -422,7 +421,7 @@ class _Call:
         """Without it: this half does, meanwhile."""
         assert self._waiting is not None
         first, same, others, result = self._waiting
-        if first is not forward or kwargs.get(forward.same) is not same:
+        if first is not forward or not _is_same(kwargs.get(forward.same), same):
             raise WanshimError(
                 f"{self._binding.name} called a model with other inputs between the two forwards of a step",
                 expected=f"the same model and the same {forward.same} without the prompt as with it",
@@ -579,7 +578,7 @@ class _Call:
     def _without_replacements(self) -> Iterator[None]:
         """Modules, and what else is replaced, as the script has them."""
         with Undo() as undo:
-            for owner, name, replacement, own in self._placed:
+            for owner, name, replacement, own in reversed(self._placed):  # one may be over another
                 if vars(owner).get(name) is replacement:  # else a callback has set its own
                     undo.add(partial(vars(owner).__setitem__, name, vars(owner).pop(name)))
                     vars(owner).update(own)
@@ -591,6 +590,11 @@ def _original(owner: Any, name: str) -> Callable[..., Any]:
     if name in vars(owner):
         return getattr(owner, name)  # type: ignore[no-any-return]
     return lambda *args, **kwargs: getattr(type(owner), name)(owner, *args, **kwargs)
+
+
+def _is_same(found: Any, expected: torch.Tensor) -> bool:
+    """Also where each forward has a conversion of its own of the latents."""
+    return found is expected or (isinstance(found, torch.Tensor) and torch.equal(found, expected))
 
 
 def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:

@@ -156,6 +156,8 @@ def compute_from(copy: HostCopy | None, model: nn.Module, device: torch.device, 
     layouts = [] if copy is None else copy.layouts(model)
     if layouts is None or any(weight.tensor.device.type != "cpu" for layout in layouts for weight in layout.weights):
         raise PlacementInvalid(f"weights of {type(model).__name__} that lie elsewhere than in their copy on the host")
+    if device.type == "cuda":  # what stays is not put among memory that a larger tensor could have
+        torch.cuda.empty_cache()
     waiting = {id(weight.tensor) for layout in layouts for weight in layout.weights}
     undo = Undo()
     try:

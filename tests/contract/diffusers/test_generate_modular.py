@@ -1,0 +1,65 @@
+"""A modular pipeline of Wan over two processes: frames are those of one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import wanshim
+from wanshim.errors import ModelInvalid
+
+pytest.importorskip("diffusers.modular_pipelines.wan.modular_blocks_wan22")
+from tests.contract.diffusers import modular  # noqa: E402 - releases without it have no such blocks
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_frames_are_those_of_one_process(request: pytest.FixtureRequest) -> None:
+    pipe = modular.made("wan22")
+    expected = [modular.generate(pipe), modular.generate(pipe, num_frames=9)]
+    handle = wanshim.parallelize_pipeline(pipe, gpus=2)
+    request.addfinalizer(handle.remove)
+    assert all(map(torch.equal, expected, [modular.generate(pipe), modular.generate(pipe, num_frames=9)]))
+    assert handle.plan.guidance == 2
+
+
+def test_guider_whose_forwards_are_not_known_is_named() -> None:
+    from diffusers import SkipLayerGuidance
+
+    pipe = modular.made("wan")
+    pipe.update_components(guider=SkipLayerGuidance(skip_layer_guidance_layers=[0]))
+    with pytest.raises(ModelInvalid, match="its guider is SkipLayerGuidance, whose forwards of a step are not known"):
+        wanshim.parallelize_pipeline(pipe, gpus=2)
+
+
+def test_guider_of_some_steps_leaves_guidance_to_one_gpu(request: pytest.FixtureRequest) -> None:
+    from diffusers import ClassifierFreeGuidance
+
+    pipe = modular.made("wan")
+    pipe.update_components(guider=ClassifierFreeGuidance(guidance_scale=5.0, stop=0.5))
+    expected = modular.generate(pipe)
+    handle = wanshim.parallelize_pipeline(pipe, gpus="cfg:2")
+    request.addfinalizer(handle.remove)
+    assert torch.equal(modular.generate(pipe), expected)
+    assert "its guiders guide some steps alone" in str(handle.plan)
+
+
+@pytest.mark.slow
+def test_script_has_its_frames_by_one_command(tmp_path: Path) -> None:
+    pipe = modular.made("wan")
+    expected = [modular.generate(pipe), modular.generate(pipe, num_frames=9)]
+    command = [sys.executable, "-m", "wanshim", "generate", "--gpus", "2", "--", sys.executable, "-m", modular.__name__]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "wan"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = torch.load(tmp_path / "frames.pt", weights_only=True)
+    assert all(map(torch.equal, found, expected))
+    assert "WanModularPipeline on cpu, cpu: guidance over 2" in done.stderr
+    assert "diffusers.generate exercised, 2 calls" in done.stderr
