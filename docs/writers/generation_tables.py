@@ -10,7 +10,7 @@ from writers.measured import commit_of, result
 
 RECORDS = tuple(f"generate_{size}_{gpus}xH200" for gpus in (2, 4) for size in ("480p", "720p"))
 ON_TWO = RECORDS[:2]
-BLOCKS, SCRIPT = "strict_blocks_1xH200", "generate_script_2xH200"
+BLOCKS, SCRIPT, OFFLOAD = "strict_blocks_1xH200", "generate_script_2xH200", "generate_offload_2xH200"
 WHOLE = tuple(f"generate_full_{gpus}xH200" for gpus in (1, 2, 4))
 TITLES = {
     "alone": "diffusers on one GPU",
@@ -93,6 +93,24 @@ def script_table() -> str:
         lines.append((f"`{row['command'].partition(' benchmarks')[0]} ...`", *cells))
     heads = "command | first call | second call | of the script alone | third call, 272x480x33 | frames"
     return table(heads, lines, _where((SCRIPT,), f" {found['steps']} steps, seconds with the decode."))
+
+
+def offload_table() -> str:
+    """A user's script whose models do not fit, by its own offload and streamed by wanshim."""
+    found = result(OFFLOAD)
+    alone = found["rows"][0]
+    lines = []
+    for row in found["rows"]:
+        first, second, other = row["calls"]
+        pairs = zip(row["calls"], alone["calls"], strict=True)
+        equal = "equal" if all(one["frames"] == own["frames"] for one, own in pairs) else "not equal"
+        seconds = (f"{call['seconds']:.1f}" for call in (first, second, other))
+        peak = max(call["peak_GiB"] for call in row["calls"])
+        predicted = f"{row['predicted_GiB']:.2f}" if "predicted_GiB" in row else ""
+        command = row["command"].replace("benchmarks/generate_script.py", "...")
+        lines.append((f"`{command}`", *seconds, f"{peak:.2f}", predicted, equal))
+    heads = "command | first call | second call | third call, 272x480x33 | peak GiB | predicted | frames"
+    return table(heads, lines, _where((OFFLOAD,), f" {found['steps']} steps, seconds with the decode."))
 
 
 def worker_table() -> str:

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import wanshim
-from wanshim.errors import ModelInvalid
+from wanshim.errors import FeatureUnavailable, ModelInvalid
 
 pytest.importorskip("diffusers.modular_pipelines.wan.modular_blocks_wan22")
-from tests.contract.diffusers import modular  # noqa: E402 - releases without it have no such blocks
+from tests.contract.diffusers import modular
 
 ROOT = Path(__file__).parents[3]
 
@@ -47,6 +47,17 @@ def test_guider_of_some_steps_leaves_guidance_to_one_gpu(request: pytest.Fixture
     request.addfinalizer(handle.remove)
     assert torch.equal(modular.generate(pipe), expected)
     assert "its guiders guide some steps alone" in str(handle.plan)
+
+
+def test_under_strict_another_guider_stops_before_the_denoising(monkeypatch: pytest.MonkeyPatch) -> None:
+    from diffusers import SkipLayerGuidance
+
+    monkeypatch.setenv("WANSHIM_GENERATE", "2")
+    wanshim.activate(strict=True)
+    pipe = modular.made("wan")
+    pipe.update_components(guider=SkipLayerGuidance(skip_layer_guidance_layers=[0]))
+    with pytest.raises(FeatureUnavailable, match="WanModularPipeline would run on one GPU: its guider is SkipLayer"):
+        modular.generate(pipe)
 
 
 @pytest.mark.slow

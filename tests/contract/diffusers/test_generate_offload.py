@@ -124,6 +124,27 @@ def test_callback_between_steps_sees_the_script_s_model_and_changes_it(way: str,
     assert seen[: len(seen) // 2] == seen[len(seen) // 2 :]
 
 
+@pytest.mark.parametrize("way", ["model", "block"])
+def test_streams_end_before_the_decode(way: str, alone: Any) -> None:
+    """Its memory is then the decode's."""
+    pipe = wan_pipelines.wan()
+    offloading.WAYS[way](pipe)
+    streaming = []
+    handle = alone(pipe)
+    blocks = pipe.transformer.blocks
+    inner = pipe.vae.decoder.forward
+
+    def decoder(*args: Any, **kwargs: Any) -> Any:
+        streaming.append(any(block._forward_pre_hooks for block in blocks))
+        return inner(*args, **kwargs)
+
+    pipe.vae.decoder.forward = decoder
+    wan_pipelines.generate(pipe, "wan")
+    assert handle.plan.replaces_offload
+    assert streaming
+    assert not any(streaming)
+
+
 def test_host_without_room_leaves_the_script_its_offload(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = wan_pipelines.wan()
     expected = wan_pipelines.generate(pipe, "wan")

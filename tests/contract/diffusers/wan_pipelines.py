@@ -200,28 +200,3 @@ def compute_otherwise() -> None:
 
     own = FP32LayerNorm.forward
     FP32LayerNorm.forward = lambda self, inputs: 1.5 * own(self, inputs)
-
-
-def has_modular() -> bool:
-    try:
-        from diffusers.modular_pipelines import WanModularPipeline
-        from diffusers.modular_pipelines.wan.modular_blocks_wan import WanBlocks
-    except ImportError:
-        return False
-    return bool(WanModularPipeline and WanBlocks)
-
-
-def generate_modular(pipe: Any) -> Any:
-    """Frames by diffusers' modular pipeline, of the same models."""
-    from diffusers import UniPCMultistepScheduler
-    from diffusers.modular_pipelines.wan.modular_blocks_wan import WanBlocks
-
-    blocks = WanBlocks()
-    blocks.sub_blocks.pop("text_encoder", None)
-    modular = blocks.init_pipeline()
-    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
-    modular.update_components(transformer=pipe.transformer, vae=pipe.vae, scheduler=scheduler)
-    seeded = torch.Generator().manual_seed(1)
-    prompts = {name: torch.randn(1, 8, TEXT, generator=seeded) for name in ("prompt_embeds", "negative_prompt_embeds")}
-    size = {"height": 32, "width": 32, "num_frames": 5, "num_inference_steps": 3}
-    return modular(**prompts, **size, generator=seeded, output_type="pt", output="videos")

@@ -137,7 +137,7 @@ class SharedPipeline:
                     self.end_workers()
                 raise
             finally:
-                self._all.is_in_call = False
+                self._all.is_in_call, self._streams = False, None
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
