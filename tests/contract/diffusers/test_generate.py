@@ -887,7 +887,7 @@ def test_a_loop_of_the_program_s_own_is_named_at_its_first_forward(monkeypatch: 
 def test_under_strict_what_is_not_shared_stops_at_its_first_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANSHIM_GENERATE", "2")
     wanshim.activate(strict=True)
-    with pytest.raises(FeatureUnavailable, match="would run on one GPU: test_generate.py.* calls it"):
+    with pytest.raises(FeatureUnavailable, match=r"would run on one GPU: test_generate\.py.* calls it"):
         one_forward(wan_pipelines.wan())
 
 
