@@ -145,15 +145,46 @@ def test_streams_end_before_the_decode(way: str, alone: Any) -> None:
     assert not any(streaming)
 
 
-def test_host_without_room_leaves_the_script_its_offload(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wanshim.core.streaming.host_copy.available_bytes", lambda: 1)
+
+
+def without_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second block has none."""
+    answers = iter([True])
+
+    def populate(memory: torch.Tensor) -> bool:
+        if next(answers, False):
+            return True
+        raise OSError("no pages")
+
+    monkeypatch.setattr("wanshim.core.streaming.host_copy.populate", populate)
+
+
+def without_memory_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ring(*_: object) -> None:
+        raise torch.OutOfMemoryError("no GiB of host memory left, in a manner")
+
+    monkeypatch.setattr("wanshim.core.streaming.host_copy.Ring", ring)
+
+
+@pytest.mark.parametrize("fails", [without_room, without_pages, without_memory_of_the_device])
+@pytest.mark.parametrize("way", ["model", "block"])
+def test_host_without_room_leaves_the_script_its_offload(
+    way: str, fails: Callable[[pytest.MonkeyPatch], None], alone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pipe = wan_pipelines.wan()
     expected = wan_pipelines.generate(pipe, "wan")
-    offloading.WAYS["model"](pipe)
+    offloading.WAYS[way](pipe)
     handle = alone(pipe)
-    monkeypatch.setattr("wanshim.core.streaming.host_copy.available_bytes", lambda: 1)
-    assert torch.equal(wan_pipelines.generate(pipe, "wan"), expected)
+    fails(monkeypatch)
+    for _ in range(2):
+        assert torch.equal(wan_pipelines.generate(pipe, "wan"), expected)
     assert not handle.plan.replaces_offload
     assert "GiB of host memory" in handle.plan.rejected["streaming in place of the script's offload"]
+    monkeypatch.undo()
+    assert torch.equal(wan_pipelines.generate(pipe, "wan"), expected)
+    assert handle.plan.replaces_offload
 
 
 def test_step_cache_stays_with_the_script_s_offload(alone: Any) -> None:

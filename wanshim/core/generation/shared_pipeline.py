@@ -319,8 +319,9 @@ class _Call:
             return own
         try:
             compute = self._streams.begin(forward, forward.used(args, kwargs))
-        except (WanshimError, torch.OutOfMemoryError) as error:
+        except Exception as error:  # the script's own offload is as it was
             self._streams.end()
+            logger.warning("wanshim: %s keeps the script's offload: %s", self._binding.name, cause_of(error))
             rejected = {**self._plan.rejected, "streaming in place of the script's offload": cause_of(error)}
             self._plan = replace(self._plan, replaces_offload=False, rejected=rejected)
             self._shared.planned(self._plan)

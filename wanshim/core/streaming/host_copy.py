@@ -70,20 +70,29 @@ class HostCopy:
                 f"{added / 2**30:.2f} GiB of host memory for the weights of {type(model).__name__}",
                 expected=f"that much; {available / 2**30:.2f} GiB are available",
             )
-        descriptor = os.memfd_create("wanshim-weights")
-        os.ftruncate(descriptor, size)
-        made = cls(descriptor, bounds)
-        for block, (begin, end) in zip(found, bounds, strict=True):
-            populate(made.memory[begin:end])
-            for tensor in block:
-                if tensor.device.type == "cpu":
-                    place = made.view(tensor, begin)
-                    place.copy_(tensor.detach())
-                    tensor.data = place  # what it had is free now: no more than one block lies here twice
-                else:
-                    made._elsewhere[tensor] = begin
-                begin += _room(tensor)
+        try:
+            descriptor = os.memfd_create("wanshim-weights")
+            os.ftruncate(descriptor, size)
+            made = cls(descriptor, bounds)
+            for block, (begin, end) in zip(found, bounds, strict=True):
+                populate(made.memory[begin:end])
+                made._put(block, begin)
+        except OSError as error:  # blocks that are there already stay: their weights are as good as before
+            raise HostMemoryInvalid(
+                f"{size / 2**30:.2f} GiB of host memory for the weights of {type(model).__name__}: {error}",
+                expected="that much free RAM",
+            ) from error
         return made
+
+    def _put(self, block: Sequence[torch.Tensor], begin: int) -> None:
+        for tensor in block:
+            if tensor.device.type == "cpu":
+                place = self.view(tensor, begin)
+                place.copy_(tensor.detach())
+                tensor.data = place  # what it had is free now: no more than one block lies here twice
+            else:
+                self._elsewhere[tensor] = begin
+            begin += _room(tensor)
 
     def view(self, like: torch.Tensor, offset: int) -> torch.Tensor:
         """A tensor of the size and strides of a dense one, with a storage of its own: of several in one storage, a file
