@@ -55,8 +55,8 @@ def why_not_carried(model: Any) -> str:
             return f"is under VRAM management that converts its weights ({', '.join(sorted(map(str, dtypes)))})"
         if getattr(each, "enable_fp8", False):
             return "is under VRAM management and computes in float8"
-        if getattr(each, "lora_A_weights", None):
-            return "has a LoRA that is loaded under VRAM management: load it with hotload=False, or without vram_config"
+        if getattr(each, "lora_merger", None) is not None:
+            return "has LoRAs under VRAM management that are merged"
         if not {str(each.onload_device), str(each.preparing_device)} <= {"cpu", str(each.computation_device)}:
             return f"is under VRAM management that reads its weights from {each.onload_device} in each forward"
     return ""
@@ -99,13 +99,18 @@ def _inside(wrapper: Any) -> Any:
     """What is wrapped: a module, or the linear layer of these weights, whose place the wrapper takes."""
     import torch
 
+    from wanshim.adapters.diffsynth.lora_linear import LoraLinear
+
     if not isinstance(wrapper, torch.nn.Linear):
         return wrapper.module
-    if wrapper not in _PLAIN:
+    kind = LoraLinear if wrapper.lora_A_weights else torch.nn.Linear
+    if type(_PLAIN.get(wrapper)) is not kind:
         sizes = wrapper.in_features, wrapper.out_features
-        _PLAIN[wrapper] = torch.nn.Linear(*sizes, bias=wrapper.bias is not None, device="meta")
+        _PLAIN[wrapper] = kind(*sizes, bias=wrapper.bias is not None, device="meta")
     layer = _PLAIN[wrapper]
     layer._parameters = wrapper._parameters
+    if wrapper.lora_A_weights:
+        layer.set_loras(wrapper.lora_A_weights, wrapper.lora_B_weights)
     return layer.train(wrapper.training)
 
 

@@ -65,14 +65,39 @@ def test_frames_are_those_of_the_script_and_its_management_goes_on(
     assert torch.equal(wan_pipelines.generate(pipe, kind), expected)
 
 
+def lora(pipe: Any, seed: int) -> dict[str, torch.Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    layer = pipe.dit.blocks[0].self_attn.q
+    return {
+        "blocks.0.self_attn.q.lora_A.weight": torch.randn(2, layer.in_features, generator=made),
+        "blocks.0.self_attn.q.lora_B.weight": torch.randn(layer.out_features, 2, generator=made),
+    }
+
+
+@pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_loras_that_are_loaded_hot_go_along(gpus: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """As a service loads another LoRA for each video."""
+    made = []
+    for shared in (False, True):
+        pipe = vram_management.manage(wan_pipelines.MADE["t2v"](), "host", tmp_path)
+        if shared:
+            handle = wanshim.parallelize_pipeline(pipe, gpus=gpus)
+            request.addfinalizer(handle.remove)
+        frames = [wan_pipelines.generate(pipe, "t2v")]
+        for seed in (1, 2):
+            pipe.load_lora(pipe.dit, state_dict=lora(pipe, seed), alpha=0.5)
+            frames.append(wan_pipelines.generate(pipe, "t2v"))
+        pipe.clear_lora()
+        frames.append(wan_pipelines.generate(pipe, "t2v"))
+        made.append(frames)
+    assert all(map(torch.equal, *made))
+    assert not any(torch.equal(made[0][0], other) for other in made[0][1:3])
+    assert handle.plan.replaces_offload
+    assert handle.plan.guidance == gpus
+
+
 def converts(pipe: Any, folder: Path) -> None:
     vram_management.manage(pipe, "host", folder, onload_dtype=torch.float8_e4m3fn)
-
-
-def has_lora(pipe: Any, folder: Path) -> None:
-    vram_management.manage(pipe, "host", folder)
-    layer = pipe.dit.blocks[0].self_attn.q
-    layer.lora_A_weights.append(torch.ones(1, layer.in_features))
 
 
 def reads_files(pipe: Any, folder: Path) -> None:
@@ -81,7 +106,6 @@ def reads_files(pipe: Any, folder: Path) -> None:
 
 REFUSED: dict[str, tuple[Callable[[Any, Path], None], str]] = {
     "converted": (converts, r"VRAM management that converts its weights \(torch.float32, torch.float8_e4m3fn\)"),
-    "LoRA": (has_lora, "has a LoRA that is loaded under VRAM management: load it with hotload=False"),
     "files": (reads_files, "VRAM management that converts its weights"),
 }
 

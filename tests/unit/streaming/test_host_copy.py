@@ -65,11 +65,22 @@ def test_weights_added_later_stay_on_the_device_and_replaced_ones_are_seen() -> 
     found = copy.layouts(model)
     assert found is not None
     assert all(weight.tensor is not model.blocks[0].added for layout in found for weight in layout.weights)
-    weight = model.blocks[0].base.weight
-    weight.data = weight.data.clone()
+    for weight in model.blocks.parameters():
+        weight.data = weight.data.clone()
     assert copy.layouts(model) is None
     with pytest.raises(PlacementInvalid, match="elsewhere"):
         compute_from(copy, model, CPU)
+
+
+def test_weights_that_have_gone_leave_the_others() -> None:
+    model = made()
+    model.blocks[0].register_parameter("adapter", nn.Parameter(torch.ones(2)))
+    copy = HostCopy.of(model)
+    del model.blocks[0].adapter
+    expected = outputs(model)
+    attached = compute_from(copy, model, CPU)
+    assert all(map(torch.equal, outputs(model), expected))
+    attached.remove()
 
 
 def test_a_file_of_one_weight_has_no_other(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from wanshim.errors import HostMemoryInvalid, PlacementInvalid
 from wanshim.undo import Undo
 
 _NUMBERS = itertools.count()
+_ELSEWHERE = 1 / 8  # of the copy's bytes: more than adapters of a high rank
 
 
 class HostCopy:
@@ -120,19 +121,18 @@ class HostCopy:
             self.view(tensor, self._elsewhere[tensor]).copy_(tensor.detach())
 
     def layouts(self, model: nn.Module) -> list[BlockWeights] | None:
-        """What lies here of each block, whatever module objects they are by now; None: not all that was put here."""
-        found = []
+        """What lies here of each block, whatever module objects they are by now; None: too much lies elsewhere, as after
+        a move. Adapters may have come or gone."""
+        found, elsewhere = [], 0
         for number, (block, (begin, end)) in enumerate(zip(find_blocks(model)[1], self.bounds, strict=True)):
-            named = ((path, tensor, self.offset(tensor)) for path, *_, tensor in owners(block, str(number)))
-            here = [
-                Weight(tensor, path, offset - begin, tensor.detach().to("meta"))
-                for path, tensor, offset in named
-                if offset is not None
-            ]
-            if sum(_room(weight.tensor) for weight in here) != end - begin:
-                return None
+            here = []
+            for path, *_, tensor in owners(block, str(number)):
+                if (offset := self.offset(tensor)) is None:
+                    elsewhere += tensor.nbytes
+                else:
+                    here.append(Weight(tensor, path, offset - begin, tensor.detach().to("meta")))
             found.append(BlockWeights(number, tuple(here), begin, end - begin))
-        return found
+        return found if elsewhere <= _ELSEWHERE * self.memory.numel() else None
 
     def lock(self, device: torch.device) -> None:
         """Begin to lock the pages for GPUs, in a thread: until it has, copies take longer and are right."""
