@@ -14,7 +14,7 @@ class LoraLinear(nn.Linear):
 
     def set_loras(self, downs: Sequence[torch.Tensor], ups: Sequence[torch.Tensor]) -> None:
         """Set the LoRAs, (rank, in) and (out, rank) each, in place of what there was."""
-        self._buffers = {}
+        self._buffers.clear()
         for number, pair in enumerate(zip(downs, ups, strict=True)):
             for name, weight in zip(("down", "up"), pair, strict=True):
                 self.register_buffer(f"{name}_{number}", weight, persistent=False)
