@@ -121,7 +121,7 @@ class HostCopy:
             self.view(tensor, self._elsewhere[tensor]).copy_(tensor.detach())
 
     def layouts(self, model: nn.Module) -> list[BlockWeights] | None:
-        """The weights of each block that lie here, whatever module objects they are by now; None: too many lie elsewhere,
+        """Weights of each block that lie here, whatever module objects they are by now; None: too many lie elsewhere,
         as after a move. Adapters may have come or gone."""
         found, elsewhere = [], 0
         for number, (block, (begin, end)) in enumerate(zip(find_blocks(model)[1], self.bounds, strict=True)):
