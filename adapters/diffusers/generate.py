@@ -11,7 +11,7 @@ shared runs on one GPU, and the report says why.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -88,6 +88,19 @@ QWEN_BLOCKS = {
 }
 
 
+# The code of the blocks by which a modular pipeline of Wan computes a step, by fingerprint.
+MODULAR_STEPS = {
+    "diffusers.modular_pipelines.wan.denoise:WanLoopDenoiser.__call__": (
+        "78a59847422553b5",  # 0.36 to 0.40
+        "48da2e0f0a411ad6",  # 0.41 and 0.42
+    ),
+    "diffusers.modular_pipelines.wan.denoise:Wan22LoopDenoiser.__call__": (
+        "e40a4ab3ad361d92",  # 0.36 to 0.40
+        "fb6665b784b37c5e",  # 0.41 and 0.42
+    ),
+}
+
+
 def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
     """One call of a pipeline.
 
@@ -118,6 +131,9 @@ def _bind_modular(pipe: Any, models: dict[str, Any], given: dict[str, Any]) -> P
 
     if not any(cls.__name__ == "WanModularPipeline" for cls in type(pipe).__mro__):
         raise NotShared(f"of modular pipelines those of Wan are served, and {type(pipe).__name__} is none")
+    reason = _why_unknown(MODULAR_STEPS) or next(filter(None, map(_why_own_block, _loops(pipe._blocks))), "")
+    if reason:
+        raise NotShared(reason)
     guiders = [each for name in GUIDERS if (each := getattr(pipe, name, None)) is not None]
     other = [type(each).__name__ for each in guiders if type(each).__name__ != "ClassifierFreeGuidance"]
     if other or not guiders:
@@ -133,6 +149,21 @@ def _bind_modular(pipe: Any, models: dict[str, Any], given: dict[str, Any]) -> P
         may_change=False,
         output=given.get("output_type"),
     )
+
+
+def _loops(block: Any) -> Iterator[Any]:
+    """The loops among the blocks of a modular pipeline."""
+    for part in getattr(block, "sub_blocks", {}).values():
+        yield from _loops(part)
+    if any(cls.__name__ == "LoopSequentialPipelineBlocks" for cls in type(block).__mro__):
+        yield block
+
+
+def _why_own_block(loop: Any) -> str:
+    """That a loop has blocks that are not diffusers', which may read a result before it is there; empty if not."""
+    parts = loop, *loop.sub_blocks.values()
+    own = [type(part).__qualname__ for part in parts if not type(part).__module__.startswith("diffusers.")]
+    return f"the loop of its denoising has blocks that are not diffusers': {', '.join(own)}" if own else ""
 
 
 def _models(pipe: Any) -> dict[str, Any]:
@@ -238,8 +269,13 @@ def _qwen_blocks(model: Any) -> BlockList:
 
 @cache
 def _why_no_qwen_blocks() -> str:
+    return _why_unknown(QWEN_BLOCKS)
+
+
+def _why_unknown(codes: Mapping[str, tuple[str, ...]]) -> str:
+    """The targets that have other code than is known; empty if none has."""
     source = SourceTree.of_installed("diffusers")
-    unknown = [target for target, known in QWEN_BLOCKS.items() if source.fingerprint(target) not in known]
+    unknown = [target for target, known in codes.items() if source.fingerprint(target) not in known]
     return f"{', '.join(unknown)}: not the code of a release that is known" if unknown else ""
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import wanshim
+from wanshim.adapters.diffusers.generate import _loops
 from wanshim.errors import FeatureUnavailable, ModelInvalid
 
 pytest.importorskip("diffusers.modular_pipelines.wan.modular_blocks_wan22")
@@ -34,6 +35,18 @@ def test_guider_whose_forwards_are_not_known_is_named() -> None:
     pipe = modular.made("wan")
     pipe.update_components(guider=SkipLayerGuidance(skip_layer_guidance_layers=[0]))
     with pytest.raises(ModelInvalid, match="its guider is SkipLayerGuidance, whose forwards of a step are not known"):
+        wanshim.parallelize_pipeline(pipe, gpus=2)
+
+
+def test_block_of_the_program_in_the_loop_is_named() -> None:
+    """It may read the result of the first forward before the second."""
+    from diffusers.modular_pipelines.wan.denoise import WanLoopDenoiser
+
+    pipe = modular.made("wan")
+    loops = [*_loops(pipe._blocks)]
+    assert loops
+    loops[0].sub_blocks["denoiser"] = type("Reads", (WanLoopDenoiser,), {})()
+    with pytest.raises(ModelInvalid, match="the loop of its denoising has blocks that are not diffusers': Reads"):
         wanshim.parallelize_pipeline(pipe, gpus=2)
 
 

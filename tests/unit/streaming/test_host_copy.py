@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.streaming.test_streaming import Model, data
+from tests.unit.streaming.model import Model, data
 from wanshim.core.streaming import HostCopy, bytes_when_streamed, compute_from
 from wanshim.errors import HostMemoryInvalid, PlacementInvalid
 
