@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import json
 import os
 import re
@@ -488,6 +489,22 @@ def test_calls_of_two_threads_take_turns(both: Both) -> None:
         thread.join()
     assert len(frames) == 2
     assert all(torch.equal(expected, each) for each in frames)
+
+
+def test_forwards_have_their_signature_within_a_call(shared: SharedPipeline) -> None:
+    """Blocks of diffusers' modular pipelines choose arguments by it, and the report finds no method hidden."""
+    seen = []
+
+    def callback(pipe: Any, *_: Any) -> dict[str, Any]:
+        seen.append(set(inspect.signature(pipe.transformer.forward).parameters))
+        return {}
+
+    pipe = wan_pipelines.wan()
+    own = set(inspect.signature(pipe.transformer.forward).parameters)
+    call = partial(generate, pipe, "wan", callback_on_step_end=callback)
+    shared.run(partial(bind, pipe, callback_on_step_end=callback), call)
+    assert seen
+    assert all(names == own for names in seen)
 
 
 def test_another_loop_than_is_known_gives_no_frames(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -261,6 +261,7 @@ class _Call:
 
     def _place(self, owner: Any, name: str, replacement: Any, undo: Undo) -> None:
         own = {name: vars(owner)[name]} if name in vars(owner) else {}
+        replacement.__wrapped__ = getattr(owner, name)  # whoever reads its signature, or looks for what hides a method
         undo.set(owner, {name: replacement}, keep_foreign=True)  # what a callback sets stays there
         self._placed.append((owner, name, replacement, own))
 
