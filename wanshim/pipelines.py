@@ -46,7 +46,8 @@ def parallelize_pipeline(
     the first call on. Pipelines for which the same `gpus` and `deadline` are given share them. With guidance, the
     forward with the prompt and the one without run at once, each on half of the GPUs. GPUs that compute the same
     forward each have a part of its tokens (DeepSpeed-Ulysses, arXiv:2309.14509). Guidance alone gives the frames of one
-    GPU bit for bit; with tokens over GPUs they are equal up to rounding.
+    GPU bit for bit; with tokens over GPUs they are equal up to rounding. Transformers that the program offloads are
+    streamed from host memory in place of that, with one GPU too.
 
     Args:
         pipe: a pipeline that `generate` serves in the installed release of its framework, on a GPU.

@@ -4,9 +4,9 @@ The script stays as it is for one GPU. Each other GPU has a worker, a process th
 models and, from the first call of the pipeline on, holds a copy of the DiT, or of both of a Wan2.2 pair, and of the
 models that work with it. With guidance a step has two forwards, with the prompt and without: they run at once, and the
 frames are those of one GPU, bit for bit. On more than two GPUs, without guidance, or with `cfg_merge=True`, which makes
-one forward of the two, the tokens of a forward go over GPUs, and the frames are equal up to rounding. WANSHIM_GENERATE
-says over how many GPUs; `wanshim generate --gpus 4` sets it. A pipeline that cannot be shared runs on one GPU, and the
-report says why.
+one forward of the two, the tokens of a forward go over GPUs, and the frames are equal up to rounding. On one GPU too, a
+DiT that VRAM management keeps on the host is streamed from there in place of that. WANSHIM_GENERATE says over how many
+GPUs; `wanshim generate --gpus 4` sets it. A pipeline that cannot be shared runs on one GPU, and the report says why.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ The script stays as it is for one GPU. Each other GPU has a worker, a process th
 models and, from the first call of the pipeline on, holds a copy of the transformers. With guidance a step has two
 forwards, with the prompt and without: they run at once, and the frames are those of one GPU, bit for bit. On more than
 two GPUs, or without guidance, the tokens of a video or an image go over GPUs as well, and the frames are equal up to
-rounding. WANSHIM_GENERATE says over how many GPUs; `wanshim generate --gpus 4` sets it. A pipeline that cannot be
-shared runs on one GPU, and the report says why.
+rounding. On one GPU too, transformers that the script offloads are streamed from host memory in place of that.
+WANSHIM_GENERATE says over how many GPUs; `wanshim generate --gpus 4` sets it. A pipeline that cannot be shared runs on
+one GPU, and the report says why.
 """
 
 from __future__ import annotations
