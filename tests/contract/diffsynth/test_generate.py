@@ -297,9 +297,7 @@ def test_under_strict_what_is_not_served_stops(name: str, monkeypatch: pytest.Mo
 
 
 # What DiffSynth itself runs on the CPU with these changes.
-@pytest.mark.parametrize(
-    "name", ["forward", *(pytest.param(n, marks=pytest.mark.slow) for n in ("vram", "hook", "weights"))]
-)
+@pytest.mark.parametrize("name", ["forward", *(pytest.param(n, marks=pytest.mark.slow) for n in ("hook", "weights"))])
 def test_what_is_not_served_runs_on_one_gpu_and_the_report_says_why(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     change, text = REFUSED[name]
     pipe = wan_pipelines.MADE["t2v"]()
@@ -324,7 +322,7 @@ SCRIPT = """
 """
 
 
-@pytest.mark.slow  # two processes that import all of DiffSynth
+@pytest.mark.sweep  # test_generate_vram starts one, too
 @pytest.mark.road
 def test_an_unmodified_script_has_the_same_frames_by_one_command(tmp_path: Path) -> None:
     """No `__main__` guard, and helpers beside the script."""

@@ -211,7 +211,7 @@ def plain_names(dit: Any, lora: dict[str, torch.Tensor]) -> dict[str, torch.Tens
 
 
 @SLOW
-@pytest.mark.parametrize("method", ["torchao_int8_w8a16", "torchao_fp8_w8a16", "torchao_nvfp4_w4a16"])
+@pytest.mark.parametrize("method", [*SWEPT, "torchao_nvfp4_w4a16"])
 def test_quant_options_under_a_split_give_the_unsplit_file(
     files: wan_checkpoint.CheckpointFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
