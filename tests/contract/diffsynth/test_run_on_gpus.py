@@ -327,7 +327,7 @@ def refused(folder: Path, *command: str, script: str = SCRIPT, **variables: str)
     "wrapper",
     [
         [],
-        ["nohup"],
+        pytest.param(["nohup"], marks=pytest.mark.sweep),
         pytest.param(["timeout", "100"], marks=pytest.mark.sweep),
         pytest.param(["env", "A=1"], marks=pytest.mark.sweep),
         pytest.param(["nice", "sh", "-c", '"$@"; exit $?', "tool"], marks=pytest.mark.sweep),  # as uvx or nsys

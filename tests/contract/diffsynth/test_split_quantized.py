@@ -32,6 +32,7 @@ pytestmark = pytest.mark.usefixtures("deterministic_kernels")
 BASES = pytest.mark.parametrize("base", ["float8", pytest.param("int8", marks=[pytest.mark.slow, pytest.mark.sweep])])
 BFLOAT16 = torch.bfloat16
 SLOW, SWEEP = pytest.mark.slow, pytest.mark.sweep
+SWEPT = [pytest.param(name, marks=SWEEP) for name in ("torchao_int8_w8a16", "torchao_fp8_w8a16")]
 
 
 @pytest.fixture(scope="module")
