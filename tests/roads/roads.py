@@ -95,7 +95,7 @@ TRAINING = (
     Road("WANSHIM_DEVICES=cuda:0,cuda:1 wanshim run -- accelerate launch train.py ...", gpus=2, says=(SPLIT,),
          sweep=True),
     Road("WANSHIM_DEVICES=cuda:0,cuda:1 wanshim run -- torchrun --nproc-per-node 1 train.py ...", gpus=2,
-         says=(SPLIT,)),
+         says=(SPLIT,), sweep=True),
     Road("WANSHIM_DEVICES=cuda:0,cuda:1 wanshim run -- torchrun --nproc-per-node 1 train.py ... "
          "--gradient_accumulation_steps 4", reference="python train.py ... --gradient_accumulation_steps 4",
          apart=ROUNDING, arguments=FP32, gpus=2, says=(SPLIT, "micro-batches in a pipeline"), sweep=True),
@@ -189,7 +189,7 @@ AS_THEY_ARE = (
          reference="python train.py ... --reduces --validates --stamped", arguments=FP32, gpus=2,
          says=(SPLIT, "validated "), sweep=True),
     Road("WANSHIM_STRICT=1 wanshim run --gpus 2 -- python start.py train.py ...", apart=ROUNDING, arguments=FP32,
-         gpus=2, says=(SPLIT, "sequence parallel over 2 ranks"), silent=("no effect",)),
+         gpus=2, says=(SPLIT, "sequence parallel over 2 ranks"), silent=("no effect",), sweep=True),
     Road("WANSHIM_RESUME=auto wanshim run --gpus 2 -- nohup python train.py ...", apart=ROUNDING,
          arguments=FP32, gpus=2, says=(SPLIT, "diffsynth.resume exercised"), sweep=True),
     Road("WANSHIM_STRICT=1 wanshim run --gpus 2 -- python train.py ... --task sft:data_process", gpus=2,

@@ -29,6 +29,7 @@ def two_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     wanshim.activate(f"none,{FEATURE}")
 
 
+@pytest.mark.slow
 def test_split_training_saves_the_lora_of_unsplit_training(
     files: wan_checkpoint.CheckpointFiles,
     tmp_path: Path,

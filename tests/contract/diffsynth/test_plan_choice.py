@@ -196,6 +196,7 @@ def smallest_for_the_whole() -> int:
     return min(way.peaks[0].total for way in ways_on_the_host(job_on_the_host()))
 
 
+@pytest.mark.slow
 def test_compiled_blocks_in_eight_bits_are_predicted_to_need_more(monkeypatch: pytest.MonkeyPatch) -> None:
     peaks = {}
     for changes in ("", "COMPILE", "COMPUTE", "COMPILE COMPUTE"):

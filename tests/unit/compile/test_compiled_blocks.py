@@ -137,6 +137,7 @@ def test_graph_break_beside_the_submodule_outside_raises(where: str, monkeypatch
                 block(torch.ones(1, 24, DIM))
 
 
+@pytest.mark.slow
 def test_graph_break_of_another_function_meanwhile_is_none_of_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the user's own compiled function in another thread, here in the middle of a block's call."""
     from torch._inductor import compile_fx as inductor
