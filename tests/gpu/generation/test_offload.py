@@ -35,6 +35,22 @@ def test_frames_are_those_of_the_script_alone(way: str, request: pytest.FixtureR
     assert handle.plan.guidance == 2
 
 
+@pytest.mark.parametrize("way", [way for way in offloading.WAYS if way != "none"])
+def test_one_gpu_streams_in_place_of_the_offload(way: str, request: pytest.FixtureRequest) -> None:
+    pytest.importorskip("diffusers")
+    made = []
+    for alone in (True, False):
+        torch.manual_seed(0)
+        pipe = wan_pipelines.wan22()
+        offloading.WAYS[way](pipe)
+        if not alone:
+            handle = wanshim.parallelize_pipeline(pipe, gpus=1)
+            request.addfinalizer(handle.remove)
+        made.append([generate(pipe, "wan22", prompts=2), generate(pipe, "wan22", num_frames=9)])
+    assert all(map(torch.equal, *made))
+    assert handle.plan.replaces_offload
+
+
 def test_worker_without_room_streams_from_call_to_call(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
