@@ -91,6 +91,7 @@ def test_run_compiles_one_graph_and_learns_the_same(
         assert "16 were used again" in notes(KEPT)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_compiled_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on = settings.Settings(compile=True)
     assert refusal(call(), on) is None

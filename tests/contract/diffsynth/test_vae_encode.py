@@ -35,6 +35,7 @@ def test_encode_of_the_qwen_image_vae_shared_by_ranks_equals_diffsynth(size: int
     check_shared(SUBJECT, qwen_image_cases(SUBJECT.verb), size, start=Fork)
 
 
+@pytest.mark.slow
 def test_encode_with_tiles_is_exact_and_of_different_videos_is_left_alone() -> None:
     check_shared(SUBJECT, [Case("2.1", "float32", 3, tiled=True), Case("2.1", "float32", 2, apart=True)], start=Fork)
 

@@ -60,6 +60,7 @@ print(json.dumps(equal))
 """
 
 
+@pytest.mark.slow
 def test_kernels_have_the_bits_of_torch_s_steps() -> None:
     found = interpreted.run(KERNELS)
     assert len(found) == 12

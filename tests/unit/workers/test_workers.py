@@ -344,6 +344,7 @@ def test_a_quantized_weight_is_copied_as_it_is_stored(pool, model):
     assert equal(pool, model)
 
 
+@pytest.mark.slow
 def test_what_a_decode_has_left_in_a_vae_is_no_change_and_stays_there(pool):
     vae = functions.Cached()
     pool.hold(vae)
