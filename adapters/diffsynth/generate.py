@@ -53,12 +53,12 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
     given.apply_defaults()
     parts = _parts(pipe)
     _check(pipe, parts, given.arguments)
-    offload = vram.replaceable(pipe, parts)
+    offload, device = vram.replaceable(pipe, parts), vram.computing_device(pipe, parts)
     with contextlib.ExitStack() as plain:
         for part in parts.values():
             plain.enter_context(vram.without_management(part))
         no_sequence, heads = _tokens(pipe)
-    if vram.computing_device(pipe, parts) is not None and offload is None:
+    if device is not None and offload is None:
         no_sequence = no_sequence or "its DiT is under VRAM management that keeps it on the GPU"
     merged = given.arguments["cfg_merge"]
     cached = given.arguments["tea_cache_l1_thresh"] is not None
@@ -91,7 +91,7 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
         may_change=may_change,
         check=partial(_check, pipe, parts, given.arguments),
         vae=None if vram.is_managed(pipe.vae) else pipe.vae,
-        device=vram.computing_device(pipe, parts),
+        device=device,
         offload=offload,
         without_hooks=vram.without_management,
         decodes=not given.arguments.get("tiled", False),

@@ -40,9 +40,10 @@ def replaceable(pipe: Any, models: dict[str, Any]) -> Offload | None:
     from wanshim.core.generation import Offload
 
     wrappers = [each for model in models.values() for each in _wrappers(model)]
-    if not wrappers or not all(_is_host(each.onload_device) for each in wrappers):
+    if not wrappers or any(str(each.onload_device) != "cpu" for each in wrappers):
         return None
-    return Offload(before=_before, ends=((pipe, "load_models_to_device"),), keeps=not any(map(_is_of_disk, wrappers)))
+    from_files = any(getattr(each, "disk_offload", False) for each in wrappers)
+    return Offload(before=_before, ends=((pipe, "load_models_to_device"),), keeps=not from_files)
 
 
 def why_not_carried(model: Any) -> str:
@@ -96,7 +97,7 @@ def _is_wrapper(module: Any) -> bool:
 
 
 def _inside(wrapper: Any) -> Any:
-    """What is wrapped: a module, or the linear layer of these weights, whose place the wrapper takes."""
+    """The wrapped module, or the linear layer of these weights, whose place the wrapper takes."""
     import torch
 
     from wanshim.adapters.diffsynth.lora_linear import LoraLinear
@@ -112,11 +113,3 @@ def _inside(wrapper: Any) -> Any:
     if wrapper.lora_A_weights:
         layer.set_loras(wrapper.lora_A_weights, wrapper.lora_B_weights)
     return layer.train(wrapper.training)
-
-
-def _is_host(device: Any) -> bool:
-    return str(device) == "cpu"
-
-
-def _is_of_disk(wrapper: Any) -> bool:
-    return bool(getattr(wrapper, "disk_offload", False))

@@ -49,7 +49,7 @@ def replaceable(pipe: Any, models: dict[str, Any]) -> Offload | None:
 
 
 def _before(model: Any) -> Callable[[], None]:
-    """What `enable_model_cpu_offload` does before a model computes, but for moving it: the one before it leaves.
+    """Have the model before this one leave the device, as `enable_model_cpu_offload` does; this one is not moved.
 
     Returns:
         A function that tells the hooks of the model, which may be off by then, where its weights are now.

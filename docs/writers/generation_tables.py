@@ -80,15 +80,13 @@ def script_table() -> str:
     lines = []
     for row in found["rows"]:
         first, second, other = row["calls"]
-        pairs = zip(row["calls"], alone["calls"], strict=True)
-        equal = "equal" if all(one["frames"] == own["frames"] for one, own in pairs) else "not equal"
         ratio = alone["calls"][1]["seconds"] / second["seconds"]
         cells = (
             f"{first['seconds']:.1f}",
             f"{second['seconds']:.1f}",
             f"{ratio:.2f}x",
             f"{other['seconds']:.1f}",
-            equal,
+            _frames(row, alone),
         )
         lines.append((f"`{row['command'].partition(' benchmarks')[0]} ...`", *cells))
     heads = "command | first call | second call | of the script alone | third call, 272x480x33 | frames"
@@ -98,19 +96,21 @@ def script_table() -> str:
 def offload_table() -> str:
     """A user's script whose models do not fit, by its own offload and streamed by wanshim."""
     found = result(OFFLOAD)
-    alone = found["rows"][0]
     lines = []
     for row in found["rows"]:
-        first, second, other = row["calls"]
-        pairs = zip(row["calls"], alone["calls"], strict=True)
-        equal = "equal" if all(one["frames"] == own["frames"] for one, own in pairs) else "not equal"
-        seconds = (f"{call['seconds']:.1f}" for call in (first, second, other))
+        seconds = (f"{call['seconds']:.1f}" for call in row["calls"])
         peak = max(call["peak_GiB"] for call in row["calls"])
         predicted = f"{row['predicted_GiB']:.2f}" if "predicted_GiB" in row else ""
         command = row["command"].replace("benchmarks/generate_script.py", "...")
-        lines.append((f"`{command}`", *seconds, f"{peak:.2f}", predicted, equal))
+        lines.append((f"`{command}`", *seconds, f"{peak:.2f}", predicted, _frames(row, found["rows"][0])))
     heads = "command | first call | second call | third call, 272x480x33 | peak GiB | predicted | frames"
     return table(heads, lines, _where((OFFLOAD,), f" {found['steps']} steps, seconds with the decode."))
+
+
+def _frames(row: dict[str, Any], alone: dict[str, Any]) -> str:
+    """Whether the frames of each call are those of the script alone."""
+    pairs = zip(row["calls"], alone["calls"], strict=True)
+    return "equal" if all(one["frames"] == own["frames"] for one, own in pairs) else "not equal"
 
 
 def worker_table() -> str:

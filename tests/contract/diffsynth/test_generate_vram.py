@@ -3,9 +3,6 @@ two."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,22 +11,11 @@ import pytest
 import torch
 
 import wanshim
+from tests.contract import scripts
 from tests.contract.diffsynth import vram_management, wan_pipelines
 from wanshim.errors import ModelInvalid
 
-ROOT = Path(__file__).parents[3]
 SCRIPT = "tests.contract.diffsynth.vram_management"
-
-
-def run(folder: Path, way: str, kind: str, *command: str) -> tuple[list[torch.Tensor], str]:
-    folder.mkdir()
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(
-        [*command, sys.executable, "-m", SCRIPT, way, kind],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return torch.load(folder / "frames.pt", weights_only=True), done.stderr
 
 
 @pytest.mark.slow
@@ -38,9 +24,8 @@ def run(folder: Path, way: str, kind: str, *command: str) -> tuple[list[torch.Te
     [("disk", 2), *(pytest.param(way, 1, marks=pytest.mark.sweep) for way in ("disk", "host"))],
 )
 def test_script_under_vram_management_has_its_frames(way: str, gpus: int, tmp_path: Path) -> None:
-    expected, _ = run(tmp_path / "alone", way, "pair", "env")
-    command = (sys.executable, "-m", "wanshim", "generate", "--gpus", str(gpus), "--")
-    found, said = run(tmp_path / "shared", way, "pair", *command)
+    expected, _ = scripts.run(tmp_path / "alone", SCRIPT, way, "pair")
+    found, said = scripts.run(tmp_path / "shared", SCRIPT, way, "pair", behind=scripts.generate(gpus))
     assert all(map(torch.equal, expected, found))
     one = "on cpu: one GPU, bit for bit the frames of the script alone"
     assert (one if gpus == 1 else "guidance over 2") in said, said

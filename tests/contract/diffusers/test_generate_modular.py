@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import wanshim
+from tests.contract import scripts
 from wanshim.adapters.diffusers.generate import _loops
 from wanshim.errors import FeatureUnavailable, ModelInvalid
 
 pytest.importorskip("diffusers.modular_pipelines.wan.modular_blocks_wan22")
 from tests.contract.diffusers import modular
-
-ROOT = Path(__file__).parents[3]
 
 
 def test_frames_are_those_of_one_process(request: pytest.FixtureRequest) -> None:
@@ -77,13 +73,7 @@ def test_under_strict_another_guider_stops_before_the_denoising(monkeypatch: pyt
 def test_script_has_its_frames_by_one_command(tmp_path: Path) -> None:
     pipe = modular.made("wan")
     expected = [modular.generate(pipe), modular.generate(pipe, num_frames=9)]
-    command = [sys.executable, "-m", "wanshim", "generate", "--gpus", "2", "--", sys.executable, "-m", modular.__name__]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "wan"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = torch.load(tmp_path / "frames.pt", weights_only=True)
+    found, said = scripts.run(tmp_path / "shared", modular.__name__, "wan", behind=scripts.generate(2))
     assert all(map(torch.equal, found, expected))
-    assert "WanModularPipeline on cpu, cpu: guidance over 2" in done.stderr
-    assert "diffusers.generate exercised, 2 calls" in done.stderr
+    assert "WanModularPipeline on cpu, cpu: guidance over 2" in said
+    assert "diffusers.generate exercised, 2 calls" in said

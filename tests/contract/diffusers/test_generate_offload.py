@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +12,12 @@ import torch
 from peft import LoraConfig
 
 import wanshim
+from tests.contract import scripts
 from tests.contract.diffusers import offloading, wan_pipelines
 from wanshim.core.generation import shared_pipeline
 from wanshim.errors import ModelInvalid
 from wanshim.pipelines import PipelineHandle
 
-ROOT = Path(__file__).parents[3]
 SCRIPT = "tests.contract.diffusers.offloading"
 # What offloads layer by layer through accelerate computes on a GPU alone: tests/gpu/generation has it.
 WAYS = [
@@ -31,24 +29,11 @@ WAYS = [
 ]
 
 
-def run(folder: Path, *command: str) -> tuple[list[torch.Tensor], str]:
-    folder.mkdir()
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(
-        [*command, sys.executable, "-m", SCRIPT, *folder.name.split()[:2]],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return torch.load(folder / "frames.pt", weights_only=True), done.stderr
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "kind"), WAYS)
 def test_script_that_offloads_has_its_frames_over_gpus(way: str, kind: str, tmp_path: Path) -> None:
-    expected, _ = run(tmp_path / f"{way} {kind}", "env")
-    found, said = run(
-        tmp_path / f"{way} {kind} shared", sys.executable, "-m", "wanshim", "generate", "--gpus", "2", "--"
-    )
+    expected, _ = scripts.run(tmp_path / "alone", SCRIPT, way, kind)
+    found, said = scripts.run(tmp_path / "shared", SCRIPT, way, kind, behind=scripts.generate(2))
     assert all(map(torch.equal, expected, found))
     assert "WanPipeline on cpu, cpu: guidance over 2, bit for bit the frames of one GPU" in said, said
     assert "left to the framework" not in said.replace("one GPU: the guidance scale switches guidance off", ""), said
@@ -56,8 +41,8 @@ def test_script_that_offloads_has_its_frames_over_gpus(way: str, kind: str, tmp_
 
 @pytest.mark.slow
 def test_script_that_offloads_streams_on_one_gpu(tmp_path: Path) -> None:
-    expected, _ = run(tmp_path / "model wan22", "env")
-    found, said = run(tmp_path / "model wan22 one", sys.executable, "-m", "wanshim", "generate", "--gpus", "1", "--")
+    expected, _ = scripts.run(tmp_path / "alone", SCRIPT, "model", "wan22")
+    found, said = scripts.run(tmp_path / "streamed", SCRIPT, "model", "wan22", behind=scripts.generate(1))
     assert all(map(torch.equal, expected, found))
     assert "WanPipeline on cpu: one GPU, bit for bit the frames of the script alone" in said, said
     assert "cpu streams blocks of its models from host memory, where the script offloads them" in said

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import wanshim
 from tests.contract.diffusers import offloading, wan_pipelines
 from tests.contract.diffusers.wan_pipelines import generate
 from wanshim.core.generation import shared_pipeline
+from wanshim.pipelines import PipelineHandle
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(300)]
 
@@ -19,8 +22,8 @@ def shared(pipe: object) -> Any:
     return wanshim.parallelize_pipeline(pipe, ("cuda:0", f"cuda:{torch.cuda.device_count() - 1}"))
 
 
-@pytest.mark.parametrize("way", offloading.WAYS)
-def test_frames_are_those_of_the_script_alone(way: str, request: pytest.FixtureRequest) -> None:
+def check_frames(way: str, kind: str, share: Callable[[Any], PipelineHandle], request: pytest.FixtureRequest) -> Any:
+    """Two calls have the frames of the script alone; the plan."""
     pytest.importorskip("diffusers")
     made = []
     for alone in (True, False):
@@ -28,27 +31,21 @@ def test_frames_are_those_of_the_script_alone(way: str, request: pytest.FixtureR
         pipe = wan_pipelines.wan22()
         offloading.WAYS[way](pipe)
         if not alone:
-            handle = shared(pipe)
+            handle = share(pipe)
             request.addfinalizer(handle.remove)
-        made.append([generate(pipe, "wan", prompts=2), generate(pipe, "wan", num_frames=9)])
+        made.append([generate(pipe, kind, prompts=2), generate(pipe, kind, num_frames=9)])
     assert all(map(torch.equal, *made))
-    assert handle.plan.guidance == 2
+    return handle.plan
+
+
+@pytest.mark.parametrize("way", offloading.WAYS)
+def test_frames_are_those_of_the_script_alone(way: str, request: pytest.FixtureRequest) -> None:
+    assert check_frames(way, "wan", shared, request).guidance == 2
 
 
 @pytest.mark.parametrize("way", [way for way in offloading.WAYS if way != "none"])
 def test_one_gpu_streams_in_place_of_the_offload(way: str, request: pytest.FixtureRequest) -> None:
-    pytest.importorskip("diffusers")
-    made = []
-    for alone in (True, False):
-        torch.manual_seed(0)
-        pipe = wan_pipelines.wan22()
-        offloading.WAYS[way](pipe)
-        if not alone:
-            handle = wanshim.parallelize_pipeline(pipe, gpus=1)
-            request.addfinalizer(handle.remove)
-        made.append([generate(pipe, "wan22", prompts=2), generate(pipe, "wan22", num_frames=9)])
-    assert all(map(torch.equal, *made))
-    assert handle.plan.replaces_offload
+    assert check_frames(way, "wan22", partial(wanshim.parallelize_pipeline, gpus=1), request).replaces_offload
 
 
 def test_worker_without_room_streams_from_call_to_call(

@@ -516,7 +516,6 @@ class _Call:
                         set_up=self._binding.set_up,
                         moved=self._binding.device is not None,
                         host=host_copy(module) if self._plan.streamed else None,
-                        streamed=self._plan.streamed and (bytes_when_streamed(module) or 0),
                     )
                 self._held[id(module)] = count
 

@@ -60,11 +60,16 @@ def owners(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
             yield f"{path}.{name}".lstrip("."), owner, name, tensor
 
 
+def room(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor up to where the next one may begin."""
+    return -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+
+
 def lay_out(number: int, tensors: Iterable[tuple[str, torch.Tensor]], begin: int) -> BlockWeights:
     weights, offset = [], 0
     for path, tensor in tensors:
         stride = tensor.stride() if is_dense(tensor) else tensor.contiguous().stride()
         like = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device="meta")
         weights.append(Weight(tensor, path, offset, like))
-        offset += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+        offset += room(tensor)
     return BlockWeights(number, tuple(weights), begin, offset)

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from wanshim.core.model_split.split import find_blocks
 from wanshim.core.shared.host_memory import PAGE, available_bytes, is_dense, mapped, page_lock, populate
 from wanshim.core.shared.weight_bytes import num_bytes, stored_bytes, tensors
-from wanshim.core.streaming.block_weights import ALIGNMENT, BlockWeights, Weight, owners
+from wanshim.core.streaming.block_weights import BlockWeights, Weight, owners, room
 from wanshim.core.streaming.plan import SLOTS
 from wanshim.core.streaming.ring import Ring
 from wanshim.errors import HostMemoryInvalid, PlacementInvalid
@@ -63,7 +63,7 @@ class HostCopy:
         bounds: list[tuple[int, int]] = []
         for block in found:
             begin = -(-bounds[-1][1] // PAGE) * PAGE if bounds else 0
-            bounds.append((begin, begin + sum(map(_room, block))))
+            bounds.append((begin, begin + sum(map(room, block))))
         size = bounds[-1][1]
         added = size if any(t.device.type != "cpu" for block in found for t in block) else max(e - b for b, e in bounds)
         if 0 < (available := available_bytes()) < added:
@@ -93,17 +93,17 @@ class HostCopy:
                 tensor.data = place  # what it had is free now: no more than one block lies here twice
             else:
                 self._elsewhere[tensor] = begin
-            begin += _room(tensor)
+            begin += room(tensor)
 
     def view(self, like: torch.Tensor, offset: int) -> torch.Tensor:
         """A tensor of the size and strides of a dense one, with a storage of its own: of several in one storage, a file
         would have all."""
-        count = like.numel()
-        flat = torch.frombuffer(self._buffer, dtype=like.dtype, count=count, offset=offset)
+        buffer: Any = self.memory.numpy()
+        flat = torch.frombuffer(buffer, dtype=like.dtype, count=like.numel(), offset=offset)
         return flat.as_strided(like.size(), like.stride())
 
     def offset(self, tensor: torch.Tensor) -> int | None:
-        """Where a weight lies; None: not here."""
+        """The place of a weight, in bytes; None: it is not here."""
         at = tensor.data_ptr() - self.memory.data_ptr()
         if tensor.device.type == "cpu" and 0 <= at < self.memory.numel():
             return at
@@ -111,7 +111,7 @@ class HostCopy:
         return found
 
     def offsets(self, tensors: Sequence[torch.Tensor]) -> dict[int, int]:
-        """Where those of the tensors lie that are here, by their numbers."""
+        """The places of those tensors that are here, by their numbers."""
         found = ((at, self.offset(tensor)) for at, tensor in enumerate(tensors))
         return {at: offset for at, offset in found if offset is not None}
 
@@ -144,12 +144,8 @@ class HostCopy:
         )
         self._locking.start()
 
-    @property
-    def _buffer(self) -> Any:
-        return self.memory.numpy()
 
-
-def compute_from(copy: HostCopy | None, model: nn.Module, device: torch.device, slots: int = SLOTS) -> Undo:
+def compute_from(copy: HostCopy | None, model: nn.Module, device: torch.device) -> Undo:
     """Let the model compute on `device` with its blocks' weights coming from the copy ahead of use.
 
     Args:
@@ -177,22 +173,13 @@ def compute_from(copy: HostCopy | None, model: nn.Module, device: torch.device, 
                     tensor.data = tensor.data.to(device)
             if copy is not None:
                 copy.lock(device)
-                _acquire(Ring(layouts, copy.memory, device, slots), find_blocks(model)[1], undo)
+                Ring(layouts, copy.memory, device, SLOTS).attach(find_blocks(model)[1], undo)
     except BaseException:
         undo.remove()
         raise
     if device.type == "cuda":
         undo.add(partial(torch.cuda.synchronize, device))
     return undo
-
-
-def _acquire(ring: Ring, blocks: nn.ModuleList, undo: Undo) -> None:
-    for index, block in enumerate(blocks):
-
-        def before(module: nn.Module, args: Any, index: int = index) -> None:
-            ring.acquire(index)
-
-        undo.add(block.register_forward_pre_hook(before, prepend=True).remove)
 
 
 def bytes_when_streamed(model: nn.Module) -> int | None:
@@ -202,7 +189,7 @@ def bytes_when_streamed(model: nn.Module) -> int | None:
     except PlacementInvalid:
         return None
     waiting = sum(map(stored_bytes, itertools.chain.from_iterable(blocks)))
-    return num_bytes(model) - waiting + SLOTS * max(sum(map(_room, block)) for block in blocks)
+    return num_bytes(model) - waiting + SLOTS * max(sum(map(room, block)) for block in blocks)
 
 
 def _weights(model: nn.Module) -> list[list[torch.Tensor]]:
@@ -221,7 +208,3 @@ def _weights(model: nn.Module) -> list[list[torch.Tensor]]:
             expected=f"at least {SLOTS} blocks of plain tensors",
         )
     return found
-
-
-def _room(tensor: torch.Tensor) -> int:
-    return -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT

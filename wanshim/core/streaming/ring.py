@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
 
 from wanshim.core.streaming.block_weights import BlockWeights
 from wanshim.errors import WanshimError
+from wanshim.undo import Undo
 
 
 @dataclass
@@ -47,6 +50,15 @@ class Ring:
         self._compute: torch.cuda.Stream | None = None
         self._task = -1
         self._lowest = len(blocks)
+
+    def attach(self, blocks: nn.ModuleList, undo: Undo) -> None:
+        """Acquire each streamed block of the model's `blocks` before it computes."""
+        for index, layout in enumerate(self.blocks):
+
+            def before(module: nn.Module, args: Any, index: int = index) -> None:
+                self.acquire(index)
+
+            undo.add(blocks[layout.number].register_forward_pre_hook(before, prepend=True).remove)
 
     def acquire(self, index: int) -> None:
         """Before a block computes: its weights lie on the device for whatever is issued next, and those of the

@@ -296,12 +296,7 @@ def _check_dtype(
 
 def _connect(handle: StreamHandle, blocks: nn.ModuleList) -> None:
     ring = handle.ring
-    for index, layout in enumerate(ring.blocks):
-
-        def before(module: nn.Module, args: Any, index: int = index) -> None:
-            ring.acquire(index)
-
-        handle._attached.add(blocks[layout.number].register_forward_pre_hook(before, prepend=True).remove)
+    ring.attach(blocks, handle._attached)
     model = handle.model
     whole = model.register_state_dict_pre_hook(lambda *_: ring.release())
     handle._attached.add(whole.remove)

@@ -20,7 +20,7 @@ from torch import nn
 
 from wanshim.core.shared.digest import digest_weights, digests
 from wanshim.core.shared.forks import Owner
-from wanshim.core.streaming import HostCopy
+from wanshim.core.streaming import HostCopy, bytes_when_streamed
 from wanshim.errors import WorkersFailed, WorkersInvalid
 from wanshim.values import checked_seconds
 
@@ -164,7 +164,6 @@ class Workers:
         set_up: Callable[[nn.Module], None] | None = None,
         moved: bool = False,
         host: HostCopy | None = None,
-        streamed: int = 0,
     ) -> int:
         """Have workers hold a copy of `module` as it is now; start the workers if they do not run.
 
@@ -180,7 +179,6 @@ class Workers:
             moved: the program keeps weights on the host, and moves them to its device as they are needed: a worker has
                 them on its device. Of a large one, a part is read to see whether it has changed.
             host: where weights of its blocks lie, for the workers too, which stream them from there.
-            streamed: bytes that a worker then has on its device.
 
         Returns:
             The bytes sent to each worker.
@@ -201,7 +199,7 @@ class Workers:
                 found[at] = hash((found[at], offset, host.number))
         addresses = list(zip(found, packed.specs, strict=True))
         self.begin()
-        key = self.key(module)
+        key, streamed = self.key(module), (bytes_when_streamed(module) or 0) if host is not None else 0
         if self._streamed.get(key, 0) != streamed:
             self.drop([module])
             self._streamed[key] = streamed

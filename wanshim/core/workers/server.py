@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from wanshim.core.shared.text import named_line
 
@@ -69,7 +70,7 @@ class _Server:
         self._modules: dict[int, nn.Module] = {}
         self._packed: dict[int, tuple[Packed, Sequence[int]]] = {}  # with the numbers of their tensors
         self._tensors: dict[int, torch.Tensor] = {}  # by number
-        self._hosts: dict[int, HostCopy] = {}  # by their number in the other process; pages are locked once
+        self._hosts: WeakValueDictionary[int, HostCopy] = WeakValueDictionary()  # by number in the other process
         self._streams: dict[int, tuple[HostCopy, Undo]] = {}  # by module, whose blocks wait in host memory
 
     def run(self) -> None:
@@ -133,22 +134,12 @@ class _Server:
         host: Placed | None,
     ) -> Any:
         """Hold a module: its tensors by number, of which the `new` places are received, or lie in the host's memory."""
-        from wanshim.core.streaming import HostCopy
-
+        copy = None if host is None else self._mapped(host)  # it outlives the stream that ends here
         self._drop((key,), dropped)
-        copy = None
-        if host is not None:
-            descriptor = self._link.receive_descriptor()
-            copy = self._hosts.get(host.number) or HostCopy(os.dup(descriptor), host.bounds)
-            os.close(descriptor)
         offsets = {} if host is None else host.offsets
         self._tensors |= {numbers[at]: packed.specs[at].empty(self._device) for at in new if at not in offsets}
-        for at, offset in offsets.items():
-            assert copy is not None
-            self._tensors[numbers[at]] = packed.specs[at].in_memory(copy, offset)
-        self._hosts = {number: each for number, each in self._hosts.items() if self._is_streamed(each)}
-        if host is not None and copy is not None:
-            self._hosts[host.number] = copy
+        if copy is not None:
+            self._tensors |= {numbers[at]: packed.specs[at].in_memory(copy, place) for at, place in offsets.items()}
         module = self._unpacked(packed, numbers)
         self._link.send(("ready",))
         self._mover.receive((self._tensors[numbers[at]] for at in new if at not in offsets), self._link, 0)
@@ -175,8 +166,16 @@ class _Server:
 
         self._streams[key] = copy, compute_from(copy, self._modules[key], self._device)
 
-    def _is_streamed(self, copy: HostCopy) -> bool:
-        return any(copy is each for each, _ in self._streams.values())
+    def _mapped(self, host: Placed) -> HostCopy:
+        """The memory whose descriptor comes next, mapped, and its pages locked, once."""
+        from wanshim.core.streaming import HostCopy
+
+        descriptor = self._link.receive_descriptor()
+        if host.number in self._hosts:
+            os.close(descriptor)
+        copy = self._hosts.get(host.number) or HostCopy(descriptor, host.bounds)
+        self._hosts[host.number] = copy
+        return copy
 
     def _end_stream(self, key: int) -> HostCopy | None:
         copy, attached = self._streams.pop(key, (None, None))
@@ -187,7 +186,6 @@ class _Server:
     def drop(self, keys: Sequence[int], dropped: Sequence[int]) -> Any:
         """Free modules that the other process holds no more, and the memory of their tensors."""
         self._drop(keys, dropped)
-        self._hosts = {number: each for number, each in self._hosts.items() if self._is_streamed(each)}
         gc.collect()
         if self._device.type == "cuda":
             import torch
