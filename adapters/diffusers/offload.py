@@ -124,6 +124,9 @@ def without_hooks(model: Any) -> Iterator[None]:
 def _has_own_forward(module: Any) -> bool:
     """Whether the program has set its forward, inside the hooks or outside: they wrap what they find, and say so."""
     found = inspect.unwrap(vars(module).get("forward", type(module).forward))
+    if found.__module__ == "diffusers.hooks.hooks":  # of releases whose hooks do not say what they wrap
+        innermost = module._diffusers_hook._fn_refs[0]
+        found = inspect.unwrap(innermost.original_forward or innermost.forward)
     return getattr(found, "__func__", found) is not inspect.unwrap(type(module).forward)
 
 
