@@ -23,7 +23,7 @@ from wanshim.core.strategy import Limits, Strategy, TrainingPlan, agree
 from wanshim.core.streaming import LocalRanks, allocate
 from wanshim.core.training import output_folder
 
-ABSENT_S, PRESENT_S = 0.5, 60.0
+ABSENT_S, PRESENT_S = 1.0, 60.0
 PLAN = TrainingPlan(strategy=Strategy.RESIDENT, devices=("cpu",), step=None)
 Meet = Callable[[float], Any]
 
@@ -61,7 +61,11 @@ def without_one(rank: int, size: int, victim: int, kind: str) -> Any:
     if name:
         while process_state(name) == "runs":
             time.sleep(0.01)
-        failed = {call: outcome_of(lambda meet=meet: meet(ABSENT_S)) for call, meet in met.items()}
+        for call, meet in met.items():
+            store.add(f"before {call}", 1)
+            while store.add(f"before {call}", 0) < size - 1:  # else one that is late is absent, too
+                time.sleep(0.01)
+            failed[call] = outcome_of(lambda meet=meet: meet(ABSENT_S))
         if kind == "SIGSTOP" and store.add("failed", 1) == size - 1:
             os.kill(int(name.split("/")[-2]), signal.SIGCONT)
     del met["memory"]  # a meeting of the streaming's that failed has failed for good
