@@ -47,6 +47,7 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
 
     from wanshim.adapters.diffsynth import vram
     from wanshim.core.generation import Forward, NotShared, PipelineBinding, few_tokens
+    from wanshim.core.shared.plain import is_compiled
 
     signature = inspect.signature(type(pipe).__call__)
     given = signature.bind_partial(pipe, *args, **kwargs)
@@ -58,7 +59,10 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
         for part in parts.values():
             plain.enter_context(vram.without_management(part))
         no_sequence, heads = _tokens(pipe)
-    if device is not None and offload is None:
+    compiled = any(map(is_compiled, parts.values()))
+    if compiled:
+        no_sequence = "its DiT is compiled as one device computes it"
+    elif device is not None and offload is None:
         no_sequence = no_sequence or "its DiT is under VRAM management that keeps it on the GPU"
     merged = given.arguments["cfg_merge"]
     cached = given.arguments["tea_cache_l1_thresh"] is not None
@@ -81,6 +85,7 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
                 blocks=blocks_of,
                 reads=frozenset(inspect.signature(pipe.model_fn).parameters),
                 few=None if cached else partial(few_tokens, "latents"),
+                is_compiled=compiled,
                 sent=numbered if cached else None,
             ),
         ),
@@ -172,6 +177,7 @@ def _check(pipe: Any, parts: dict[str, Any], given: dict[str, Any]) -> None:
     if "dit" not in parts:
         raise NotShared("it has no dit")
     for name, part in parts.items():
+        part = getattr(part, "_orig_mod", part)  # of torch.compile
         cls = type(part).__name__
         if name in ("dit", "dit2") and class_of(part) not in wan.FAMILY.split_classes:
             raise NotShared(f"{name} is a {cls}: {wan.FAMILY.refused_classes.get(cls, 'not a Wan DiT that is known')}")

@@ -187,6 +187,7 @@ def _binding(
 ) -> PipelineBinding:
     from wanshim.adapters.diffusers import offload, step_cache
     from wanshim.core.generation import Forward, NotShared, PipelineBinding
+    from wanshim.core.shared.plain import is_compiled
 
     cached = [model for model in models.values() if step_cache.is_cached(model)]
     if cached and may_change:
@@ -197,13 +198,14 @@ def _binding(
         forwards=tuple(
             Forward(
                 owner=model,
-                attribute="forward",
+                attribute="forward" if model._compiled_call_impl is None else "_compiled_call_impl",
                 function=step_cache.forward if model in cached else model,
                 modules={name: model},
                 empty=partial(_empty, model),
                 same="hidden_states",
                 blocks=blocks_of,
                 few=None if model in cached else partial(_few, model),
+                is_compiled=is_compiled(model),
                 sent=partial(step_cache.sent, model) if model in cached else None,
             )
             for name, model in models.items()
@@ -298,9 +300,12 @@ def _why_no_pair(given: Mapping[str, Any]) -> str:
 def _why_no_sequence(model: Any) -> str:
     """Why the tokens of a transformer's forward cannot go over GPUs; empty if they can."""
     from wanshim.core.sequence import check_shardable
+    from wanshim.core.shared.plain import is_compiled
     from wanshim.errors import ModelInvalid
 
     name = type(model).__name__
+    if is_compiled(model):
+        return "it is compiled as one device computes it"
     if name not in SHARDED:
         return f"{name}: {WHOLE.get(name, 'its blocks are not known')}"
     lists = blocks_of(model)
@@ -412,8 +417,7 @@ def _check(pipe: Any, models: dict[str, Any]) -> None:
 
 def _why_not(model: Any) -> str:
     """Names of what diffusers or accelerate put into a transformer and a copy would lack; empty if there is nothing."""
-    if hasattr(model, "_orig_mod"):
-        return "is compiled by torch.compile, and a worker would compute it uncompiled, with other bits"
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
     if not type(model).__module__.startswith("diffusers."):
         return f"is a {type(model).__module__}.{type(model).__qualname__}, which is not a class of diffusers"
     if getattr(model, "_parallel_config", None) is not None:

@@ -39,10 +39,13 @@ def is_offloaded(model: Any) -> bool:
 
 def replaceable(pipe: Any, models: dict[str, Any]) -> Offload | None:
     """A pipeline's offload, in place of which this process can stream its models; None: it must stay. A step cache is
-    in the same registry of hooks."""
+    in the same registry of hooks, and a compiled model has hooks in its graphs."""
     from wanshim.core.generation import Offload
+    from wanshim.core.shared.plain import is_compiled
 
-    if not all(is_offloaded(model) and not step_cache.is_cached(model) for model in models.values()):
+    if not all(is_offloaded(model) for model in models.values()):
+        return None
+    if any(step_cache.is_cached(model) or is_compiled(model) for model in models.values()):
         return None
     owners = (pipe, "maybe_free_model_hooks"), (getattr(pipe, "vae", None), "decode")
     return Offload(before=_before, ends=tuple((owner, name) for owner, name in owners if hasattr(owner, name)))

@@ -572,12 +572,6 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "fp8 storage": (cast, "has hooks of diffusers: .*layerwise_casting"),
     "dropout": (dropping, r"\(blocks\.0\.attn1\.to_q\.lora_dropout\.default\) drops at random"),
     "hook": (hooked, r"\(blocks.0\) has forward hooks"),
-    "compiled": (lambda pipe: pipe.transformer.compile(), "is compiled"),
-    "compiled by torch.compile": (
-        lambda pipe: setattr(pipe, "transformer", torch.compile(pipe.transformer)),
-        "is compiled",
-    ),
-    "compiled blocks": (lambda pipe: pipe.transformer.blocks[1].compile(), "is compiled"),
     "forward": (lambda pipe: setattr(pipe.transformer, "forward", pipe.transformer.forward), "forward of its own"),
     "weights": (lambda pipe: quantized(pipe), "a tensor of class"),
     "class": (lambda pipe: setattr(pipe, "transformer", torch.nn.Linear(2, 2)), "is not a class of diffusers"),
@@ -594,10 +588,9 @@ def test_what_is_not_served_is_refused_by_name(name: str) -> None:
 
 
 CALLED = [name for name in REFUSED if name != "class"]  # with which no pipeline can be called
-RUNS = [name for name in CALLED if not name.startswith("compiled")]  # on the CPU, without a compiler
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", CALLED)
 def test_what_is_not_served_runs_on_one_gpu_and_the_report_says_why(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     change, text = REFUSED[name]
     pipe = wan_pipelines.wan()

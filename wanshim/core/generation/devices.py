@@ -37,9 +37,9 @@ def check_plain(name: str, model: nn.Module, methods: Iterable[str] = ()) -> Non
     """Raise NotShared if a copy would not do as the original.
 
     Args:
-        methods: of `model`, that its copy stands in for, beside its forward.
+        methods: of `model`, that its copy stands in for, beside its forward: then torch.compile must not have it.
     """
-    if found := why_not_plain(model.modules()):
+    if found := why_not_plain(model.modules(), may_be_compiled=not methods):
         module, reason = found
         path = next((path for path, each in model.named_modules() if each is module), "")
         where = f"{name} ({path}) " if path else f"{name} " if module is not None else ""

@@ -1,4 +1,5 @@
-"""The first forward of a new copy in each worker, compared with this process's on a few tokens.
+"""The first forward of a new copy in each worker, compared with this process's on a few tokens, or on all if
+torch.compile has compiled it.
 
 A copy has a model's weights and attributes. What its code reads beside them may be set in this process alone: a table
 of kernels, a registry, a variable that was read at an import. Then a worker fails, or computes other values.
@@ -46,14 +47,17 @@ def compare(workers: Workers, count: int, forward: Forward, args: Any, kwargs: A
     Raises:
         NotShared: one of them cannot, or its result is another than this process's.
     """
-    keys = {workers.key(module) for module in forward.modules.values()}
-    if forward.few is None or not keys & workers.unproven:
+    proven = [workers.proven[workers.key(module)] for module in forward.modules.values()]
+    sizes = tuple(t.shape for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and forward.is_compiled)
+    if forward.few is None or all(sizes in each for each in proven):
         return
     try:
-        args, kwargs = forward.few(args, kwargs)
+        if not forward.is_compiled:
+            args, kwargs = forward.few(args, kwargs)
         mine = tree_leaves(forward.function(*args, **kwargs))
-    except Exception:  # no forward of so few tokens
-        workers.unproven -= keys
+    except Exception:  # no forward of so few tokens, or of this size
+        for each in proven:
+            each.add(sizes)
         return
     calls = [workers.call(place, forward.function, *args, **kwargs) for place in range(count)]
     failed = None
@@ -70,7 +74,8 @@ def compare(workers: Workers, count: int, forward: Forward, args: Any, kwargs: A
             raise NotShared("a worker computes other values with its copy of the model than this process")
     if failed is not None:
         raise NotShared(f"a worker cannot compute with its copy of the model: {failed.found}")
-    workers.unproven -= keys
+    for each in proven:
+        each.add(sizes)
 
 
 def _equal(mine: torch.Tensor, theirs: torch.Tensor) -> bool:

@@ -18,6 +18,7 @@ _EVERYWHERE = frozenset({"torch", "wanshim", *sys.stdlib_module_names})
 _METHODS = ("forward", "__call__")
 _TORCH = {"torch": torch, "torch.nn.functional": F, "torch.Tensor": torch.Tensor}
 _COMPUTE_NOTHING = ("load", "save", "compile", "backward")  # of torch, which programs replace
+_GRAPH = "__compiled_fn_"  # torch.compile puts graphs among the names of a module
 _TYPES_OF_FUNCTIONS = ("builtins", "functools", "torch", "typing", "typing_extensions")
 
 
@@ -47,6 +48,8 @@ def why_other_code(model: nn.Module, methods: Iterable[str] = ()) -> str:
     places = [(name, vars(sys.modules[name])) for name in sorted(modules & sys.modules.keys())]
     for place, values in (*places, *((path, vars(module)) for path, module in model.named_modules())):
         for name, value in list(values.items()):
+            if name.startswith(_GRAPH):
+                continue
             value = value.__func__ if isinstance(value, MethodType) else value
             for function in _chain(value) if _wraps(value) else ():
                 if not (_is_installed(_home(function), package) or _imports(place, name, _home(function))):

@@ -215,7 +215,8 @@ class SharedPipeline:
         known = _WORKING.setdefault(next(iter(forward.modules.values())), Recent(64))
         if sizes not in known:
             try:
-                known[sizes] = trace_forward(forward.function, forward.modules, args, kwargs)
+                function = getattr(forward.function, "_orig_mod", forward.function)  # of torch.compile
+                known[sizes] = trace_forward(function, forward.modules, args, kwargs)
             except Exception:  # a kernel that knows no shapes without elements
                 known[sizes] = None
         return known[sizes]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
@@ -10,23 +11,28 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 
 
 def why_not_plain(
-    modules: Iterable[nn.Module], rebound: Callable[[nn.Module], bool] | None = None
+    modules: Iterable[nn.Module],
+    rebound: Callable[[nn.Module], bool] | None = None,
+    *,
+    may_be_compiled: bool = False,
 ) -> tuple[nn.Module | None, str] | None:
     """The first module that is not plain and the reason, a phrase of which it is the subject; None: all are plain. The
     module is None if the reason is one of all modules.
 
     Args:
         rebound: whether the forward that a module has in place of its class's gives equal bits; None: none does.
+        may_be_compiled: by torch.compile.
     """
     if _global_forward_hooks or _global_forward_pre_hooks:
         return None, "torch has forward hooks for all modules"
     for module in modules:
         if module._forward_hooks or module._forward_pre_hooks:
             return module, "has forward hooks"
-        if "forward" in module.__dict__ and (rebound is None or not rebound(module)):
-            return module, "has a forward of its own, which something else has set"
-        if module._compiled_call_impl is not None:
+        is_whole = is_optimized(module)
+        if (is_whole or module._compiled_call_impl is not None) and not may_be_compiled:
             return module, "is compiled, which computes other bits"
+        if "forward" in module.__dict__ and not is_whole and (rebound is None or not rebound(module)):
+            return module, "has a forward of its own, which something else has set"
         if drops(module):
             return module, "drops at random: call eval() if it should not"
     return None
@@ -35,3 +41,13 @@ def why_not_plain(
 def drops(module: nn.Module) -> bool:
     """Whether a module would drop at random in a call made now."""
     return isinstance(module, _DropoutNd) and module.training and module.p > 0
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile has compiled it, or a part of it."""
+    return any(is_optimized(module) or module._compiled_call_impl is not None for module in model.modules())
+
+
+def is_optimized(value: Any) -> bool:
+    """Whether it is a module that `torch.compile(module)` returned."""
+    return f"{type(value).__module__}.{type(value).__qualname__}" == "torch._dynamo.eval_frame.OptimizedModule"

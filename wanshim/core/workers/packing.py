@@ -3,7 +3,8 @@
 A module packed whole is its structure: classes by name, attributes as they are, and in place of each tensor its number.
 So whatever changes a model, an adapter that is injected, scaled, merged or removed, changes the bytes or the tensors.
 A quantized weight, such as torchao's, is its class and the plain tensors in it, by the protocol of torch.compile
-(`__tensor_flatten__`), which has all of it.
+(`__tensor_flatten__`), which has all of it. A module that torch.compile has compiled is compiled there with the same
+arguments: its context, which torch can pickle, has them.
 """
 
 from __future__ import annotations
@@ -17,15 +18,21 @@ from copy import copy
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from wanshim.core.shared.plain import is_optimized
 from wanshim.errors import WorkersInvalid
 
 if TYPE_CHECKING:
     from wanshim.core.streaming import HostCopy
+
+
+# Pickled contexts of torch.compile: one that has compiled a graph has other bytes.
+_CONTEXTS: WeakKeyDictionary[Any, bytes] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +177,12 @@ class _Pickler(pickle.Pickler):
             value = copy(value)  # what a decode has left in a VAE is no part of it: the next one clears it first
             value.clear_cache()
             return value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if is_optimized(value):
+            return _optimized, (value._orig_mod, _context_of(value.dynamo_ctx))
+        if isinstance(value, nn.Module) and value._compiled_call_impl is not None:
+            make, given, state, *_ = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            context = _context_of(_variable(value._compiled_call_impl, "self"))
+            return make, given, (state, context), None, None, _compiled
         if type(value) is MethodType and not isinstance(value.__self__, type):
             found = inspect.getattr_static(type(value.__self__), getattr(value.__func__, "__name__", ""), None)
             if found is not value.__func__:  # by whose name pickle would find another one, or none
@@ -217,6 +230,35 @@ def _joined(
 
 def _bound(function: Any, owner: Any) -> MethodType:
     return MethodType(function, owner)
+
+
+def _context_of(context: Any) -> bytes:
+    if not hasattr(type(context), "__reduce__") or not type(context).__module__.startswith("torch._dynamo."):
+        raise WorkersInvalid(
+            "a module that is compiled in a way that this torch does not say",
+            expected="torch.compile(module), module.compile() or compile_repeated_blocks()",
+        )
+    if context not in _CONTEXTS:
+        _CONTEXTS[context] = pickle.dumps(context)
+    return _CONTEXTS[context]
+
+
+def _variable(function: Any, name: str) -> Any:
+    """A variable of the scope in which a function was made; None if it uses none of that name."""
+    cells = getattr(function, "__closure__", None) or ()
+    names = function.__code__.co_freevars if cells else ()
+    return dict(zip(names, (cell.cell_contents for cell in cells), strict=True)).get(name)
+
+
+def _optimized(module: nn.Module, context: bytes) -> Any:
+    return pickle.loads(context)(module)  # noqa: S301 - from the process that started this one
+
+
+def _compiled(module: nn.Module, state: tuple[dict[str, Any], bytes]) -> None:
+    """Set a module's state, and compile it as the original."""
+    values, context = state
+    module.__setstate__(values)
+    module._compiled_call_impl = pickle.loads(context)(module._call_impl)  # noqa: S301 - likewise
 
 
 class _Unpickler(pickle.Unpickler):

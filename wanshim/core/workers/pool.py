@@ -68,7 +68,8 @@ class Workers:
         self._running = _Running(device)
         self._modules: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()  # a program may free its models
         self._keys = itertools.count()
-        self.unproven: set[int] = set()  # keys of modules whose copies are new or changed, and were not compared yet
+        # The sizes at which copies were compared with their modules, by key; none of new and of changed copies.
+        self.proven: defaultdict[int, set[tuple[Any, ...]]] = defaultdict(set)
         self._streamed: dict[int, int] = {}  # by key, bytes on a device of copies that stream; 0: they do not
         self._freed: deque[int] = deque()  # keys of modules that are gone, of which workers have copies
         self._exchanging = threading.Lock()  # messages and the tensors behind them are one
@@ -223,7 +224,7 @@ class Workers:
             if reply[0] == "failed":  # what the framework's own code says, in a worker that lives
                 self.drop([module])
                 raise WorkersInvalid(f"{self._running.workers[place]} cannot prepare its copy: {reply[1]}")
-        self.unproven.add(key)
+        self.proven[key].clear()
         return max(sum(tensors[at].nbytes for at in update.new if at not in offsets) for update in updates.values())
 
     def _send_updates(
