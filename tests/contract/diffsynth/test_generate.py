@@ -168,6 +168,7 @@ def test_lora_that_is_fused_between_calls_reaches_the_copy(shared: SharedPipelin
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_blocks_that_are_compiled_are_compiled_in_the_copy(shared: SharedPipeline) -> None:
     """By Inductor, whose bits are not those of the blocks as they were."""
     pipe = wan_pipelines.MADE["t2v"]()

@@ -108,7 +108,8 @@ def copy(tmp_path: Path) -> Copy:
 
 # Each step and check is a fresh process; every check of the kit takes a minute of them.
 @pytest.mark.slow
-@pytest.mark.parametrize("checks", ["scale_is_applied", pytest.param("", id="all", marks=pytest.mark.sweep)])
+@pytest.mark.sweep
+@pytest.mark.parametrize("checks", ["scale_is_applied", pytest.param("", id="all")])
 def test_page_followed_step_by_step_gives_what_it_says(copy: Copy, checks: str) -> None:
     page = PAGE.read_text()
     assert CONTRACT_TESTS in page
