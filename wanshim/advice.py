@@ -21,7 +21,6 @@ ADVICE |= {
     "rounded_base": "Unset WANSHIM_BASE: the values are rounded already",
     "same_environment": "Start every rank with the same environment and the same WANSHIM_* variables; "
     "`wanshim doctor` shows what a machine has",
-    "shared_memory": "Raise the container's --shm-size, or stream fewer blocks",
     "split_at": "Fix WANSHIM_SPLIT_AT, or unset it to balance the stages by bytes",
     "stream_off": "Set WANSHIM_PLAN=auto, which streams blocks only if the model does not fit otherwise",
     "trained_base": "Unset WANSHIM_BASE if the base itself is trained",

@@ -139,11 +139,13 @@ def test_ranks_run_by_one_plan_or_none() -> None:
     assert first["other_changes"] == second["other_changes"]
     assert "rank 0: sequence on cuda:0" in first["other_changes"]
     assert "blocks are compiled" in first["other_changes"]
-    assert first["one_fails"].startswith("RanksFailed: no plan for this job: rank 1: PlacementInvalid: no step fits")
+    assert first["one_fails"].startswith(
+        "RanksFailed: the training task failed on rank 1: PlacementInvalid: no step fits"
+    )
     assert second["one_fails"].startswith("PlacementInvalid: no step fits here")
     assert first["one_cannot_decide"].startswith("PlacementInvalid: no plan here")
     assert second["one_cannot_decide"].startswith(
-        "RanksFailed: no plan for this job: rank 0: PlacementInvalid: no plan here"
+        "RanksFailed: the training task failed on rank 0: PlacementInvalid: no plan here"
     )
     assert first["one_leaves_it_to_the_framework"] == second["one_leaves_it_to_the_framework"]
     assert "rank 0: resident on cuda:0" in second["one_leaves_it_to_the_framework"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +13,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.unit.streaming.model import Model, data
-from wanshim.core.streaming import LocalRanks, shared_memory, stream_model
+from wanshim.core.ranks.host import host_ranks
+from wanshim.core.streaming import stream_model
 from wanshim.demo.meeting import served_store
-from wanshim.errors import HostMemoryInvalid
 
 pytestmark = pytest.mark.slow  # real modules over several steps; `make matrix` runs it
 
@@ -40,7 +39,7 @@ def _train(rank: int, streamed: bool, spoilt: bool) -> dict[str, Any]:
     if spoilt and rank == 1:
         model.blocks[3].base.weight.data[0, 0] += 1
     if streamed:
-        handle = stream_model(model, "cpu", count=4, host=LocalRanks.of_process_group(rank, 2))
+        handle = stream_model(model, "cpu", count=4, host=host_ranks((rank, 2)))
         model._ddp_params_and_buffers_to_ignore = handle.waiting
         # what one rank writes the other sees: there is one copy
         dist.barrier()
@@ -73,28 +72,15 @@ def both(streamed: bool, spoilt: bool = False) -> dict[int, Any]:
 
 
 def test_ranks_that_share_their_weights_train_as_resident_ddp() -> None:
-    before = set(shared_memory.DIRECTORY.glob("wanshim-*"))
     resident, streamed = both(streamed=False), both(streamed=True)
     for rank in range(2):
         assert streamed[rank]["grads"] == resident[rank]["grads"]
         assert streamed[rank]["shared"]
     assert resident[0]["grads"] == resident[1]["grads"]
-    assert set(shared_memory.DIRECTORY.glob("wanshim-*")) == before  # no file is left behind
 
 
 def test_rank_with_another_base_model_stops_both() -> None:
     answers = both(streamed=True, spoilt=True)
-    assert "blocks.3.base.weight is not what local rank 0 has" in answers[1]
-    assert "local rank 1" in answers[0]
+    assert "blocks.3.base.weight is not what the first rank of this host has" in answers[1]
+    assert "rank 1 failed: WanshimError: blocks.3" in answers[0]
     assert "blocks.3.base.weight" in answers[0]
-
-
-def test_shared_memory_that_is_too_small_is_named_and_leaves_nothing(tmp_path: Path) -> None:
-    store = dist.HashStore()
-    host = LocalRanks(0, 2, store, "here", timeout_s=0.1)
-    with pytest.raises(HostMemoryInvalid, match="GiB of shared memory in"):
-        shared_memory._create(2**60, tmp_path)
-    assert not list(tmp_path.iterdir())
-    with pytest.raises(shared_memory.WanshimError, match=r"local ranks \[1\] of here did not come"):
-        shared_memory.allocate(1024, host, tmp_path)
-    assert not list(tmp_path.iterdir())

@@ -23,7 +23,7 @@ from wanshim.core.model_split import split_model
 from wanshim.core.offload import CheckpointOffload
 from wanshim.core.pipeline import Pipeline
 from wanshim.core.ranks import agreement
-from wanshim.core.streaming.shared_memory import LocalRanks
+from wanshim.core.ranks.host import host_ranks
 from wanshim.core.training.recorder import RunRecorder, TrainingRun
 
 
@@ -85,7 +85,7 @@ def process_group(tmp_path: Path) -> Iterator[None]:
 USES: dict[str, Callable[[], object]] = {
     "agreement": lambda: agreement.ensure(call="decode"),
     "decode": lambda: Comm("decode", None, 1.0, torch.device("cpu")),
-    "streaming": lambda: LocalRanks.of_process_group(0, 2),
+    "ranks of the machine": lambda: host_ranks((0, 2)),
 }
 
 

@@ -100,7 +100,7 @@ def read_job(
         moved=side_models.moved_bytes(pipe),
         accumulation=accelerator.gradient_accumulation_steps,
         processes=accelerator.num_processes,
-        local_processes=refusals.ranks_here().count if handle is None else 1,
+        local_processes=refusals.ranks_here().size if handle is None else 1,
         checkpointing=facts.checkpointing,
         offloads_itself=facts.offloading,
         request=request,

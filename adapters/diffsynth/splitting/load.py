@@ -6,7 +6,6 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +27,13 @@ from wanshim.adapters.diffsynth.training_road import Report, in_training_call
 from wanshim.core.model_split import SplitPlan, pin_to
 from wanshim.core.model_split.plan import format_bytes
 from wanshim.core.model_split.split import check_devices
+from wanshim.core.ranks.group import Group
 from wanshim.core.shared.gpu_memory import indexed
 from wanshim.core.shared.host_memory import available_bytes
 from wanshim.core.shared.safetensors_header import read_header
 from wanshim.core.shared.weight_bytes import num_bytes
 from wanshim.core.strategy import available_on
 from wanshim.core.strategy.loading import LOW_PRECISION, StoredModel, check_weights, moves_for_weights
-from wanshim.core.streaming import LocalRanks
 from wanshim.core.streaming.shared_weights import load_once
 from wanshim.errors import FeatureUnavailable, PlacementInvalid
 from wanshim.patching import SeamState
@@ -44,7 +43,6 @@ from wanshim.undo import Undo
 log = logging.getLogger("wanshim")
 
 UNSHARED = "this release of DiffSynth, or the options of this model, load it from its files alone"
-LOAD_S = 1800.0  # for one rank to read the model's files while the others wait
 
 # While a pipeline that will be split is loading: the classes of models that go to the host first.
 _host_first: ContextVar[frozenset[str]] = ContextVar("wanshim_host_first", default=frozenset())
@@ -78,16 +76,15 @@ def load_to_host(original: Callable[..., Any], seam: SeamState) -> Callable[...,
             plain = {name: value for name, value in config.items() if name != "state_dict_converter"}
             return original(self, plain, path, on_host, *args, **kwargs | {"state_dict": state})
 
-        here = ranks_here()
-        host = LocalRanks.of_process_group(here.index, here.count)
-        if host.local_size == 1 or not trains_on_one_device(read):
+        host = ranks_here()
+        if host.size == 1 or host.store is None or not trains_on_one_device(read):
             model = load()
         else:
             given = [vram_config["offload_dtype"], kwargs.get("quantize"), kwargs.get("state_dict"), *args[1:]]
             share = "state_dict" in signature.parameters and given.count(None) == len(given)
-            _check_host_memory(config["model_class"], path, vram_config, host, copies=2 if share else host.local_size)
-            model, reason = load_once(replace(host, timeout_s=LOAD_S), load, load_from) if share else (load(), UNSHARED)
-            seam.notes.append(_shared_or_not(config["model_class"], host.local_size, reason))
+            _check_host_memory(config["model_class"], path, vram_config, host, copies=2 if share else host.size)
+            model, reason = load_once(host, load, load_from) if share else (load(), UNSHARED)
+            seam.notes.append(_shared_or_not(config["model_class"], host.size, reason))
         low_precision.remember(model, vram_config)
         return model
 
@@ -102,12 +99,12 @@ def _shared_or_not(model_class: str, ranks: int, reason: str) -> str:
 
 
 def _check_host_memory(
-    model_class: str, path: str | list[str], vram_config: Mapping[str, Any], host: LocalRanks, *, copies: int
+    model_class: str, path: str | list[str], vram_config: Mapping[str, Any], host: Group, *, copies: int
 ) -> None:
     """Refuse a model before it is loaded, if host memory cannot hold so many copies of its weights; on the first rank
     of the host, before another has loaded its own."""
     family = next((family for family in FAMILIES if model_class in family.split_classes), None)
-    header = read_header(_paths(path), family.blocks) if family is not None and host.local_rank == 0 else None
+    header = read_header(_paths(path), family.blocks) if family is not None and host.rank == 0 else None
     available = available_bytes()
     if header is None or not available:
         return
@@ -115,7 +112,7 @@ def _check_host_memory(
     one = sum((block.bytes_at(itemsize) for block in header.blocks), header.outside.bytes_at(itemsize))
     if copies * one > available:
         raise PlacementInvalid(
-            f"the weights do not fit in host memory, and were not loaded: {copies} copies for {host.local_size} ranks "
+            f"the weights do not fit in host memory, and were not loaded: {copies} copies for {host.size} ranks "
             f"are {format_bytes(copies * one)}, and {format_bytes(available)} are available",
             expected=f"that much host memory, by the header of {_paths(path)[0].name}",
             hint="Start fewer ranks on this host",
@@ -255,7 +252,7 @@ def _check_generation(dit: torch.nn.Module, report: Report) -> None:
     """
     found = "this pipeline generates, and a plan of training (wanshim run --gpus, WANSHIM_PLAN) does nothing for that"
     trained = {parameter.requires_grad for parameter in dit.parameters()}
-    processes = ranks_here().count
+    processes = ranks_here().size
     if processes > 1 and len(trained) == 1:
         raise FeatureUnavailable(
             f"{found}: each of {processes} processes would make the whole video",
@@ -340,7 +337,7 @@ def devices_of(read: Settings) -> tuple[str, ...]:
     """
     devices = read.devices or tuple(f"cuda:{i}" for i in range(torch.cuda.device_count()))
     here = ranks_here()
-    return devices[here.index :: here.count]
+    return devices[here.rank :: here.size]
 
 
 def _check_first_device(pipe: Any, first: str) -> None:

@@ -58,7 +58,7 @@ def _say_without_plan(seam: SeamState, why: str) -> bool:
     read = seam.settings
     if not (trains_on_one_device(read) or read.plan_name == "pipeline"):
         return False
-    each = ", and each process trains by itself" if ranks_here().count > 1 else ""
+    each = ", and each process trains by itself" if ranks_here().size > 1 else ""
     reason = f"WANSHIM_PLAN={read.plan_name} has no effect on this training loop: {why}{each}"
     if read.strict or read.plan_name == "sequence":
         raise FeatureUnavailable(

@@ -12,7 +12,8 @@ from wanshim.adapters.diffsynth.splitting.family import Family, class_of, part_o
 from wanshim.adapters.diffsynth.training_road import Report, TrainingCall
 from wanshim.core.model_split import SplitHandle
 from wanshim.core.pipeline import refusal as of_model
-from wanshim.core.ranks.host import HostRanks, host_ranks
+from wanshim.core.ranks.group import Group
+from wanshim.core.ranks.host import host_ranks
 from wanshim.errors import FeatureUnavailable
 from wanshim.settings import Settings, launched
 
@@ -78,17 +79,16 @@ def pipeline_refusal(handle: SplitHandle, call: TrainingCall, read: Settings) ->
     return of_model(handle.model)
 
 
-def ranks_here() -> HostRanks:
+def ranks_here() -> Group:
     """This process among the ranks of its machine, as the process group knows them, else as the launcher numbers
     them."""
-    numbers = launched()
-    return host_ranks(HostRanks(*numbers) if numbers is not None else None)
+    return host_ranks(launched())
 
 
 def heads_refusal(heads: int, read: Settings) -> str | None:
     """Why the ranks that these settings ask for cannot share so many attention heads, or None."""
     named = read.plan_count if read.plan_name == "sequence" else None
-    processes = ranks_here().count
+    processes = ranks_here().size
     ranks = named or processes
     if ranks <= heads:
         return None

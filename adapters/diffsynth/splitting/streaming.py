@@ -5,7 +5,7 @@ from __future__ import annotations
 from wanshim.adapters.diffsynth.splitting import refusals
 from wanshim.adapters.diffsynth.splitting.pipelined_loop import keep_out_of_ddp, save_whole
 from wanshim.adapters.diffsynth.training_road import Row, Run
-from wanshim.core.streaming import LocalRanks, stream_model
+from wanshim.core.streaming import stream_model
 
 
 def apply(run: Run, row: Row) -> None:
@@ -14,8 +14,7 @@ def apply(run: Run, row: Row) -> None:
     family = refusals.family_of(call.dit)
     assert family is not None  # or it had been refused
     here = refusals.ranks_here()
-    host = LocalRanks.of_process_group(here.index, here.count)
-    handle = stream_model(call.dit, plan.devices[0], count=plan.streamed_blocks, blocks=family.blocks[0], host=host)
+    handle = stream_model(call.dit, plan.devices[0], count=plan.streamed_blocks, blocks=family.blocks[0], host=here)
     undo.replace(call.accelerator, "save", save_whole)
     # each process has the streamed weights from the one copy that all share: DDP has nothing to broadcast
     waiting = {id(weight.tensor) for block in handle.ring.blocks for weight in block.weights}

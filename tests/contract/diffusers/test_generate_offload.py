@@ -131,7 +131,7 @@ def test_streams_end_before_the_decode(way: str, alone: Any) -> None:
 
 
 def without_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wanshim.core.streaming.host_copy.available_bytes", lambda: 1)
+    monkeypatch.setattr("wanshim.core.shared.host_memory.available_bytes", lambda: 1)
 
 
 def without_pages(monkeypatch: pytest.MonkeyPatch) -> None:

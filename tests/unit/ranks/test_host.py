@@ -13,7 +13,13 @@ import torch.distributed as dist  # noqa: E402
 
 from wanshim import settings  # noqa: E402
 from wanshim.core.ranks import host  # noqa: E402
-from wanshim.core.ranks.host import HostRanks, host_ranks  # noqa: E402
+from wanshim.core.ranks.host import host_ranks  # noqa: E402
+
+
+def found(launched: tuple[int, int] | None = None, wait_s: float = 30.0) -> tuple[tuple[int, ...], int, bool]:
+    """The job's numbers of the ranks here, this one's place among them, and whether they can meet."""
+    here = host_ranks(launched, wait_s=wait_s)
+    return here.ranks, here.rank, here.store is not None
 
 
 @pytest.fixture
@@ -38,25 +44,26 @@ def test_ranks_of_two_machines_are_counted_by_their_machines(group: dist.HashSto
 
     others = threading.Timer(0.2, come)
     others.start()
-    assert host_ranks() == HostRanks(0, 2)
+    assert found() == ((1, 2), 0, True)
     others.join()
-    assert host_ranks(HostRanks(1, 3), wait_s=0) == HostRanks(0, 2)  # the launcher was told another number
+    assert found((1, 3), 0) == ((1, 2), 0, True)  # the launcher was told another number
 
 
 def test_launcher_that_started_all_ranks_is_believed_and_nobody_is_waited_for(group: dist.HashStore) -> None:
-    assert host_ranks(HostRanks(1, 4), wait_s=0) == HostRanks(1, 4)
+    assert found((1, 4), 0) == ((0, 1, 2, 3), 1, True)
 
 
 def test_ranks_that_do_not_come_leave_the_launchers_numbers(group: dist.HashStore) -> None:
-    assert host_ranks(HostRanks(1, 2), wait_s=0.01) == HostRanks(1, 2)
-    assert host_ranks(wait_s=0.01) == HostRanks(0, 1)
+    assert found((1, 2), 0.01) == ((0, 1), 1, True)
+    assert found(wait_s=0.01) == ((0,), 0, False)
 
 
 def test_process_without_a_group_has_the_launchers_numbers_as_they_are_now(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     assert (settings.launched(), settings.is_one_of_several()) == (None, False)
-    assert host_ranks() == HostRanks()
+    assert found() == ((0,), 0, False)
+    assert found((1, 2)) == ((0, 1), 1, False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert (settings.launched(), settings.is_one_of_several()) == ((0, 2), True)
     monkeypatch.setenv("LOCAL_RANK", "2")

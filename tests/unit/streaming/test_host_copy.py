@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.unit.streaming.model import Model, data
+from wanshim.core.shared.host_memory import mapped
 from wanshim.core.streaming import HostCopy, bytes_when_streamed, compute_from
 from wanshim.errors import HostMemoryInvalid, PlacementInvalid
 
@@ -45,7 +45,7 @@ def test_another_mapping_of_the_file_sees_the_same_weights() -> None:
     model, there = made(), made()
     expected = outputs(model)
     copy = HostCopy.of(model)
-    other = HostCopy(os.dup(copy.descriptor), copy.bounds)
+    other = HostCopy(mapped(copy.descriptor, copy.bounds[-1][1]), copy.bounds)
     for own, weight in zip(model.parameters(), there.parameters(), strict=True):
         offset = copy.offset(own)
         weight.data = torch.zeros_like(own) if offset is None else other.view(own, offset)
@@ -94,7 +94,7 @@ def test_a_file_of_one_weight_has_no_other(tmp_path: Path) -> None:
 def test_a_host_without_room_is_said_and_the_model_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     model = made()
     expected, places = outputs(model), [p.data_ptr() for p in model.parameters()]
-    monkeypatch.setattr("wanshim.core.streaming.host_copy.available_bytes", lambda: 1)
+    monkeypatch.setattr("wanshim.core.shared.host_memory.available_bytes", lambda: 1)
     with pytest.raises(HostMemoryInvalid, match="GiB of host memory"):
         HostCopy.of(model)
     assert [p.data_ptr() for p in model.parameters()] == places

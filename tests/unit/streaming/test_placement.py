@@ -13,7 +13,7 @@ from tests.unit.streaming.model import Model
 from wanshim.core.shared.host_memory import PAGE
 from wanshim.core.shared.weight_bytes import num_bytes, tensors
 from wanshim.core.streaming import stream, stream_model
-from wanshim.core.streaming.block_weights import lay_out
+from wanshim.core.streaming.block_weights import BlockWeights, Weight
 from wanshim.core.streaming.ring import Ring
 from wanshim.undo import Undo
 
@@ -71,9 +71,10 @@ def test_tensors_go_back_to_the_devices_that_they_came_from(monkeypatch: pytest.
     assert {device for _, device in back} == {CPU}
     assert len(back) == len(list(tensors(model.blocks)))
     monkeypatch.undo()
-    moved, waited = (SimpleNamespace(device=CPU, data=SimpleNamespace(to=lambda d, **_: d)) for _ in range(2))
+    place = SimpleNamespace(to=lambda device, **_: device)
+    moved, waited = (SimpleNamespace(device=CPU, data=place) for _ in range(2))
     stream._put_back([(moved, GPU)])
-    stream._own_again(lay_out(0, [], 0), [(waited, GPU)], torch.empty(0))
+    stream._own_again(BlockWeights(0, (Weight(waited, "", 0, place),), 0, 0), [GPU])
     assert moved.data == waited.data == GPU
 
 

@@ -12,23 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.unit.threads import at_once
-from wanshim.core.streaming import LocalRanks, shared_memory, shared_weights
+from wanshim.core.ranks.group import Group
+from wanshim.core.streaming import shared_memory
 from wanshim.core.streaming.shared_weights import load_once
-from wanshim.errors import HostMemoryInvalid, WanshimError
-
-
-class First:  # counts what a process does, and these ranks have one process
-    def __iadd__(self, one: int) -> First:
-        return self
-
-    def __str__(self) -> str:
-        return "1"
-
-
-@pytest.fixture(autouse=True)
-def _first_of_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "_shares", First())
-    monkeypatch.setattr(shared_weights, "_loads", First())
+from wanshim.errors import RanksFailed, WanshimError
 
 
 def made(seed: int = 3) -> nn.Module:
@@ -54,8 +41,7 @@ def as_ranks(load: Callable[[int], nn.Module], count: int = 2) -> tuple[list[Any
             loaded.append(number)
             return load(number)
 
-        host = LocalRanks(number, count, store, "here/boot 7", timeout_s=20.0)
-        return load_once(host, read, from_state)
+        return load_once(Group(range(count), number, store), read, from_state)
 
     return at_once(*(partial(rank, number) for number in range(count))), loaded
 
@@ -80,14 +66,26 @@ def test_what_a_rank_writes_no_other_sees() -> None:
 
 
 def test_without_room_each_rank_loads_its_own_and_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: object) -> None:
-        raise HostMemoryInvalid("1.00 GiB of shared memory in /dev/shm: full")
+    def full(num_bytes: int) -> int:
+        raise OSError("full")
 
-    monkeypatch.setattr(shared_memory, "_create", full)
+    monkeypatch.setattr(shared_memory, "unnamed_file", full)
     found, loaded = as_ranks(lambda number: made())
     assert sorted(loaded) == [0, 1]
-    assert all("shared memory" in reason for _, reason in found)
+    assert all("GiB of host memory for" in reason for _, reason in found)
     assert torch.equal(found[1][0][0].weight, made()[0].weight)
+
+
+def test_ranks_that_do_not_see_each_others_files_load_their_own_and_the_reason_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unseen(offer: object) -> int:
+        raise WanshimError("memory of the first rank of this host cannot be opened")
+
+    monkeypatch.setattr(shared_memory, "_opened", unseen)
+    found, loaded = as_ranks(lambda number: made())
+    assert sorted(loaded) == [0, 1]
+    assert all("cannot be opened" in reason for _, reason in found)
 
 
 def test_tied_weights_are_not_shared() -> None:
@@ -108,5 +106,5 @@ def test_rank_that_cannot_load_ends_the_others_with_its_error() -> None:
     found, loaded = as_ranks(failing)
     assert loaded == [0]
     assert isinstance(found[0], FileNotFoundError)
-    assert isinstance(found[1], WanshimError)
-    assert "FileNotFoundError: model.safetensors" in str(found[1])
+    assert isinstance(found[1], RanksFailed)
+    assert "load_once failed on rank 0: FileNotFoundError: model.safetensors" in str(found[1])

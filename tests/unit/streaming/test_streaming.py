@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.unit.streaming.model import BLOCKS, Block, Model, data
 from wanshim.core.model_split import split_model
+from wanshim.core.ranks.group import Group
 from wanshim.core.streaming import (
-    LocalRanks,
     StreamHandle,
     plan_stream,
     shared_memory,
@@ -185,20 +185,9 @@ class Ranks:
 
     def __init__(self, models: list[Model]) -> None:
         self.models, self.errors = models, [None, None]
-        self.store, self.seconds = torch.distributed.HashStore(), 30.0
+        self.store = torch.distributed.HashStore()
 
-    def run(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-        counts = threading.local()
-
-        class Counter:  # of calls in a process, and these ranks have one process
-            def __iadd__(self, one: int) -> Counter:
-                counts.count = getattr(counts, "count", 0) + one
-                return self
-
-            def __str__(self) -> str:
-                return str(counts.count)
-
-        monkeypatch.setattr(shared_memory, "_shares", Counter())
+    def run(self) -> list[str]:
         threads = [threading.Thread(target=self._rank, args=(rank,), daemon=True) for rank in range(2)]
         for thread in threads:
             thread.start()
@@ -207,26 +196,25 @@ class Ranks:
         return [str(error) for error in self.errors]
 
     def _rank(self, rank: int) -> None:
-        host = LocalRanks(rank, 2, self.store, "here", timeout_s=self.seconds)
         try:
-            stream_model(self.models[rank], "cpu", count=4, host=host)
+            stream_model(self.models[rank], "cpu", count=4, host=Group(range(2), rank, self.store))
         except Exception as error:
             self.errors[rank] = error
 
 
-def test_ranks_with_the_same_weights_stream_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Ranks([Model(), Model()]).run(monkeypatch) == ["None", "None"]
+def test_ranks_with_the_same_weights_stream_together() -> None:
+    assert Ranks([Model(), Model()]).run() == ["None", "None"]
 
 
 @pytest.mark.parametrize("name", ["base.weight", "base.bias", "turned", "scale"])
-def test_rank_whose_streamed_weights_differ_stops_both_and_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_whose_streamed_weights_differ_stops_both_and_is_named(name: str) -> None:
     models = [Model(), Model()]
     last = streamed_blocks(BLOCKS, 4)[-1]
     weights = dict(models[1].blocks[last].named_parameters()) | dict(models[1].blocks[last].named_buffers())
     weights[name].data[..., -1].add_(2**-10)
-    first, second = Ranks(models).run(monkeypatch)
-    assert f"blocks.{last}.{name} is not what local rank 0 has" in second
-    assert f"local rank 1 of here failed: WanshimError: blocks.{last}.{name}" in first
+    first, second = Ranks(models).run()
+    assert f"blocks.{last}.{name} is not what the first rank of this host has" in second
+    assert f"rank 1 failed: WanshimError: blocks.{last}.{name}" in first
 
 
 def test_rank_that_fails_before_the_ranks_meet_again_stops_the_other_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,8 +229,8 @@ def test_rank_that_fails_before_the_ranks_meet_again_stops_the_other_at_once(mon
 
     monkeypatch.setattr(stream, "_hand_over", fail_on_rank_1)
     ranks = Ranks(models)
-    assert ranks.run(monkeypatch)[1] == "no page can be locked."
-    assert "local rank 1 of here failed: HostMemoryInvalid: no page can be locked" in str(ranks.errors[0])
+    assert ranks.run()[1] == "no page can be locked."
+    assert "rank 1 failed: HostMemoryInvalid: no page can be locked" in str(ranks.errors[0])
     assert all(stream_of(model) is None for model in models)
 
 
@@ -344,19 +332,14 @@ def test_one_slot_is_refused() -> None:
 
 
 def test_failure_to_place_the_rest_puts_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And is the error that a user sees, if the store has gone meanwhile."""
     hosts = []
 
     def fail(blocks: object, host: torch.Tensor, *args: object) -> None:
         hosts.append(host)
         raise torch.OutOfMemoryError("no room for the ring")
 
-    def gone(*args: object) -> None:
-        raise RuntimeError("connection reset")
-
     model = Model()
     monkeypatch.setattr(stream, "Ring", fail)
-    monkeypatch.setattr(shared_memory.Shared, "abandon", gone)
     with pytest.raises(torch.OutOfMemoryError):
         stream_model(model, "cpu", count=4)
     hosts.pop().zero_()

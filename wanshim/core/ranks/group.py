@@ -5,22 +5,24 @@ Importing this module imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
-from wanshim.core.shared.text import first_line
+from wanshim.core.shared.text import first_line, named_line
 from wanshim.errors import RanksFailed
 
-from .rendezvous import Absent, Rendezvous, Round
+from .rendezvous import Absent, Failed, Rendezvous, Round
 from .store import LocalStore, default_store
 
 _LOOPBACK = "127.0.0.1"
+_LOG = "Look for the first error in the log of that rank"
 _LOCAL_LIMIT = timedelta(seconds=30)  # for processes of one machine to connect by gloo: all have come
 
 
 class Group:
-    """Ranks of a job, or processes of one machine. This process is `rank` of `size`, without a store alone.
+    """Ranks of a job, or processes of one machine. This process is `rank` of `size`; without a store it meets nobody.
 
     Args:
         ranks: the job's number of each, in the group's order; for messages.
@@ -85,18 +87,58 @@ class Group:
 
         Raises:
             RankAbsent: not all ranks came.
-            RanksFailed: the store cannot be reached.
+            RanksFailed: a rank ended the topic by `fail`, or the store cannot be reached.
         """
         try:
             return Rendezvous(self.store, topic, self.rank, self.size).meet(mine, seconds)
         except Absent as reason:
             raise reason.error(self.ranks, call, seconds) from None
+        except Failed as reason:
+            raise RanksFailed(str(reason), hint=_LOG) from None
         except (RuntimeError, OSError) as error:
             raise self.without_store(error) from error
 
-    def gather(self, topic: str, mine: Any, seconds: float, call: str) -> list[Any]:
-        """The values that the ranks bring to `topic`, in rank order: see `meet`. A rank alone waits for nobody."""
-        return [mine] if self.size == 1 else self.meet(topic, mine, seconds, call).replies
+    def gather(self, topic: str, mine: Any, seconds: float, call: str, error: BaseException | None = None) -> list[Any]:
+        """The values that the ranks bring to `topic`, in rank order: see `meet`. A rank alone waits for nobody.
+
+        Args:
+            error: of this rank, which brings it in place of a value.
+
+        Raises:
+            RanksFailed: a rank brought an error; on the ranks without one.
+        """
+        if self.size == 1 or self.store is None:
+            return [mine]
+        brought = {"value": mine} if error is None else {"error": named_line(error)}
+        replies = self.meet(topic, brought, seconds, call).replies
+        failed = [
+            f"rank {rank}: {reply['error']}"
+            for rank, reply in zip(self.ranks, replies, strict=True)
+            if "error" in reply
+        ]
+        if failed and error is None:
+            raise RanksFailed(f"{call} failed on {'; '.join(failed)}", hint=_LOG)
+        return [reply.get("value") for reply in replies]
+
+    @contextmanager
+    def failing_together(self, topic: str, seconds: float, call: str) -> Iterator[None]:
+        """An error of the body reaches the other ranks where they gather next on `topic`."""
+        try:
+            yield
+        except RanksFailed:  # the others have it
+            raise
+        except Exception as error:
+            with suppress(RanksFailed):
+                self.gather(topic, None, seconds, call, error)
+            raise
+
+    def fail(self, topic: str, error: BaseException) -> None:
+        """End the meetings of a topic for good: who waits there, or comes later, raises `RanksFailed` with the first
+        error. Waits for nobody."""
+        if self.store is not None:
+            with suppress(RuntimeError, OSError):  # the store may be gone; what counts is the error that came first
+                failed = f"rank {self.ranks[self.rank]} failed: {named_line(error)}"
+                Rendezvous(self.store, topic, self.rank, self.size).fail(failed)
 
     def without_store(self, error: Exception) -> RanksFailed:
         """The error of this rank if the store cannot be reached."""

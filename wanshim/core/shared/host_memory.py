@@ -15,7 +15,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from wanshim.core.shared.text import first_line
-from wanshim.errors import WanshimError
+from wanshim.errors import HostMemoryInvalid, WanshimError
 
 logger = logging.getLogger("wanshim")
 _refusals: list[str] = []  # to lock pages
@@ -32,6 +32,7 @@ THREADS = min(8, os.cpu_count() or 1)
 _PORTABLE = 1  # cudaHostRegisterPortable: for all devices of this process
 _POPULATE_WRITE = 23  # madvise(2): MADV_POPULATE_WRITE, since Linux 5.14
 _PORTION = 2**26
+UNNAMED = "wanshim-weights"  # of files in memory, in /proc
 # Files of a control group of version 2 and of version 1: the limit, what is used, and the file cache in that.
 _VERSION_2 = ("memory.max", "memory.current", "inactive_file")
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -86,6 +87,37 @@ def _left(group: Path, limit: str, used: str, cache: str) -> int:
         return max(0, most - int((group / used).read_text()) + int(cached))
     except (OSError, ValueError, KeyError):  # without a limit, or without such a group
         return sys.maxsize
+
+
+@contextmanager
+def room_for(num_bytes: int, purpose: str, *, added: int | None = None) -> Iterator[None]:
+    """The body allocates that much host memory.
+
+    Args:
+        purpose: for messages.
+        added: bytes of it that are not taken already; None: all.
+
+    Raises:
+        HostMemoryInvalid: the host has not that much.
+    """
+    available, what = available_bytes(), f"{num_bytes / 2**30:.2f} GiB of host memory for {purpose}"
+    expected, hint = "that much free RAM", "Look at `free -g`, and at the memory limit of the container"
+    if available:
+        expected += f"; {available / 2**30:.2f} GiB are available"
+    if 0 < available < (num_bytes if added is None else added):
+        raise HostMemoryInvalid(what, expected=expected, hint=hint)
+    try:
+        yield
+    except (OSError, ValueError, OverflowError) as error:
+        raise HostMemoryInvalid(f"{what}: {error}", expected=expected, hint=hint) from error
+
+
+def unnamed_file(num_bytes: int) -> int:
+    """Descriptor of a new file in memory, which has no name and lasts as long as somebody has it open or mapped. A
+    container's limit on /dev/shm does not hold for it."""
+    descriptor = os.memfd_create(UNNAMED)
+    os.ftruncate(descriptor, num_bytes)
+    return descriptor
 
 
 def mapped(descriptor: int, num_bytes: int, *, private: bool = False) -> torch.Tensor:

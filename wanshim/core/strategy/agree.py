@@ -5,43 +5,29 @@ The ranks compare what they have, so that all decide for the least that any of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 from wanshim.core.ranks.group import Group
 from wanshim.core.strategy.job import Limits
 from wanshim.core.strategy.plan import TrainingPlan
-from wanshim.errors import RankAbsent, RanksFailed
+from wanshim.errors import RanksFailed
 
 WAIT_S = 600.0  # for the slowest rank: it may still be reading the model
 CALL = "the training task"  # in which all ranks come here
 TOPIC = "wanshim/plan"
 
 
-@contextmanager
-def failing_together() -> Iterator[None]:
-    """An error on this rank, on the way to the plan, ends the others too: they get it where they wait for this rank.
-
-    Raises:
-        RanksFailed: another rank had an error, or the ranks differ in more than memory, with each plan.
-        RankAbsent: a rank did not come.
-    """
-    try:
-        yield
-    except (RanksFailed, RankAbsent):  # the others have it
-        raise
-    except Exception as error:
-        with suppress(RankAbsent):
-            gathered({"error": f"{type(error).__name__}: {error}"}, TOPIC)
-        raise
+def failing_together() -> AbstractContextManager[None]:
+    """A context whose error, on the way to the plan, ends the other ranks, too."""
+    return Group.of_job(own=True).failing_together(TOPIC, WAIT_S, CALL)
 
 
 def least_of_all(limits: Limits) -> Limits:
     """The limits of this rank with the least that any rank has; its own where the ranks have not as many devices."""
     # bytes by their order: each rank has devices of its own
-    found = _compared({"available": list(limits.available.values()), "host": limits.host})
+    found = gathered({"available": list(limits.available.values()), "host": limits.host}, TOPIC)
     if len({len(reply["available"]) for reply in found}) > 1:
         return limits
     least = map(min, zip(*(reply["available"] for reply in found), strict=True))
@@ -54,7 +40,7 @@ def least_of_all(limits: Limits) -> Limits:
 
 def check_alike(plan: TrainingPlan) -> None:
     """Compare what the ranks must do alike."""
-    found = _compared({"shared": plan.shared, "plan": str(plan)})
+    found = gathered({"shared": plan.shared, "plan": str(plan)}, TOPIC)
     if any(reply["shared"] != found[0]["shared"] for reply in found):
         plans = "\n".join(f"  rank {rank}: {reply['plan']}" for rank, reply in enumerate(found))
         raise RanksFailed(
@@ -65,19 +51,6 @@ def check_alike(plan: TrainingPlan) -> None:
         )
 
 
-def gathered(mine: dict[str, Any], topic: str) -> list[dict[str, Any]]:
-    """The JSON that every rank of the default process group brings to this topic, in rank order; `mine` alone without
-    a group.
-
-    Raises:
-        RankAbsent: a rank did not come.
-    """
+def gathered(mine: Any, topic: str) -> list[Any]:
+    """The JSON that every rank of the default process group brings to this topic, in rank order: see `Group.gather`."""
     return Group.of_job(own=True).gather(topic, mine, WAIT_S, CALL)
-
-
-def _compared(mine: dict[str, Any]) -> list[dict[str, Any]]:
-    found = gathered(mine, TOPIC)
-    failed = [f"rank {rank}: {reply['error']}" for rank, reply in enumerate(found) if "error" in reply]
-    if failed:
-        raise RanksFailed(f"no plan for this job: {'; '.join(failed)}", expected="a plan that every rank can run")
-    return found

@@ -2,7 +2,7 @@
 
 from wanshim.core.streaming.host_copy import HostCopy, bytes_when_streamed, compute_from
 from wanshim.core.streaming.plan import plan_stream, streamed_blocks
-from wanshim.core.streaming.shared_memory import LocalRanks, allocate
+from wanshim.core.streaming.shared_memory import allocate
 from wanshim.core.streaming.stream import (
     StreamHandle,
     stream_model,
@@ -12,7 +12,6 @@ from wanshim.core.streaming.stream import (
 
 __all__ = [
     "HostCopy",
-    "LocalRanks",
     "StreamHandle",
     "allocate",
     "bytes_when_streamed",

@@ -1,14 +1,15 @@
-"""The frozen tensors of one block, side by side in one run of bytes."""
+"""The tensors of one block that wait on the host, side by side in one run of bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from wanshim.core.shared.host_memory import is_dense, view_of
+from wanshim.core.shared.host_memory import PAGE, is_dense, view_of
 from wanshim.core.shared.weight_bytes import own_tensors
 
 ALIGNMENT = 512  # as CUDA's allocator gives it: kernels are chosen by alignment too
@@ -21,12 +22,12 @@ class Weight:
     tensor: torch.Tensor
     path: str  # in the model
     offset: int
-    like: torch.Tensor  # meta
+    place: torch.Tensor  # where it waits on the host
 
 
 @dataclass(frozen=True)
 class BlockWeights:
-    """All frozen tensors of block `number`; offsets count from `begin` in the host's memory."""
+    """The waiting tensors of block `number`; offsets count from `begin` in the host's memory."""
 
     number: int
     weights: tuple[Weight, ...]
@@ -37,10 +38,15 @@ class BlockWeights:
     def end(self) -> int:
         return self.begin + self.num_bytes
 
-    def bind(self, memory: torch.Tensor) -> None:
-        """Let the tensors lie in this memory: the block's bytes, on the host or in a slot of the ring."""
+    def bind(self, slot: torch.Tensor) -> None:
+        """Let the tensors lie in memory of the device that has the block's bytes."""
         for weight in self.weights:
-            weight.tensor.data = view_of(memory, weight.like, weight.offset)
+            weight.tensor.data = view_of(slot, weight.place, weight.offset)
+
+    def wait(self) -> None:
+        """Let the tensors lie on the host."""
+        for weight in self.weights:
+            weight.tensor.data = weight.place
 
     def on(self, memory: torch.Tensor) -> torch.Tensor:
         """The block's bytes in the host's memory."""
@@ -60,16 +66,31 @@ def owners(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
             yield f"{path}.{name}".lstrip("."), owner, name, tensor
 
 
+def used_once(
+    model: nn.Module, name: str, blocks: nn.ModuleList, wanted: Callable[[torch.Tensor], bool]
+) -> list[list[tuple[str, torch.Tensor]]]:
+    """Paths and tensors of each block of `model.name` that are wanted, and used in one place alone."""
+    places = Counter(id(tensor) for *_, tensor in owners(model))
+    return [
+        [(p, t) for p, *_, t in owners(block, f"{name}.{i}") if wanted(t) and places[id(t)] == 1]
+        for i, block in enumerate(blocks)
+    ]
+
+
 def room(tensor: torch.Tensor) -> int:
     """Bytes of a tensor up to where the next one may begin."""
     return -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
 
 
-def lay_out(number: int, tensors: Iterable[tuple[str, torch.Tensor]], begin: int) -> BlockWeights:
-    weights, offset = [], 0
-    for path, tensor in tensors:
-        stride = tensor.stride() if is_dense(tensor) else tensor.contiguous().stride()
-        like = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device="meta")
-        weights.append(Weight(tensor, path, offset, like))
-        offset += room(tensor)
-    return BlockWeights(number, tuple(weights), begin, offset)
+def bounds_of(sizes: Iterable[int]) -> list[tuple[int, int]]:
+    """Begin and end of blocks of so many bytes in one memory, each from the begin of a page."""
+    bounds: list[tuple[int, int]] = []
+    for size in sizes:
+        begin = -(-bounds[-1][1] // PAGE) * PAGE if bounds else 0
+        bounds.append((begin, begin + size))
+    return bounds
+
+
+def strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The tensor's own if it fills one run of memory, else those without gaps."""
+    return tensor.stride() if is_dense(tensor) else tensor.contiguous().stride()

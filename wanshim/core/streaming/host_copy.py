@@ -1,15 +1,11 @@
-"""The weights of a model's blocks in one piece of host memory that several processes map, and a model that computes
-from there.
-
-For models that compute without gradients. The memory is a file without a name, which its descriptor alone can reach.
-"""
+"""The weights of a model's blocks in one piece of host memory that processes share, and a model that computes from
+there without gradients."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import threading
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -19,12 +15,12 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from wanshim.core.model_split.split import find_blocks
-from wanshim.core.shared.host_memory import PAGE, available_bytes, is_dense, mapped, page_lock, populate
+from wanshim.core.shared.host_memory import is_dense, mapped, page_lock, populate, room_for, unnamed_file
 from wanshim.core.shared.weight_bytes import num_bytes, stored_bytes, tensors
-from wanshim.core.streaming.block_weights import BlockWeights, Weight, owners, room
+from wanshim.core.streaming.block_weights import BlockWeights, Weight, bounds_of, owners, room, strides, used_once
 from wanshim.core.streaming.plan import SLOTS
 from wanshim.core.streaming.ring import Ring
-from wanshim.errors import HostMemoryInvalid, PlacementInvalid
+from wanshim.errors import PlacementInvalid
 from wanshim.undo import Undo
 
 _NUMBERS = itertools.count()
@@ -35,19 +31,20 @@ class HostCopy:
     """The memory, and where in it each block is.
 
     Args:
-        descriptor: of the file; it is closed with this object.
+        memory: uint8, flat.
         bounds: begin and end of each block, in bytes; a block begins with a page.
+        descriptor: of the file that it is, for other processes; it is closed with this object. -1: none.
     """
 
-    def __init__(self, descriptor: int, bounds: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, memory: torch.Tensor, bounds: Sequence[tuple[int, int]], descriptor: int = -1) -> None:
         self.number = next(_NUMBERS)
-        self.descriptor, self.bounds = descriptor, tuple(bounds)
-        self.memory = mapped(descriptor, self.bounds[-1][1])
+        self.memory, self.bounds, self.descriptor = memory, tuple(bounds), descriptor
         self._elsewhere: Any = WeakIdKeyDictionary()  # offsets of weights that lie on a device, and here besides
         self._locking: threading.Thread | None = None
 
     def __del__(self) -> None:
-        os.close(self.descriptor)
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
 
     @classmethod
     def of(cls, model: nn.Module) -> HostCopy:
@@ -60,29 +57,15 @@ class HostCopy:
         found = _weights(model)
         if any(t.is_meta for t in itertools.chain.from_iterable(found)):
             raise PlacementInvalid(f"{type(model).__name__} has weights that are not loaded")
-        bounds: list[tuple[int, int]] = []
-        for block in found:
-            begin = -(-bounds[-1][1] // PAGE) * PAGE if bounds else 0
-            bounds.append((begin, begin + sum(map(room, block))))
+        bounds = bounds_of(sum(map(room, block)) for block in found)
         size = bounds[-1][1]
         added = size if any(t.device.type != "cpu" for block in found for t in block) else max(e - b for b, e in bounds)
-        if 0 < (available := available_bytes()) < added:
-            raise HostMemoryInvalid(
-                f"{added / 2**30:.2f} GiB of host memory for the weights of {type(model).__name__}",
-                expected=f"that much; {available / 2**30:.2f} GiB are available",
-            )
-        try:
-            descriptor = os.memfd_create("wanshim-weights")
-            os.ftruncate(descriptor, size)
-            made = cls(descriptor, bounds)
-            for block, (begin, end) in zip(found, bounds, strict=True):
+        with room_for(size, f"the weights of {type(model).__name__}", added=added):
+            descriptor = unnamed_file(size)
+            made = cls(mapped(descriptor, size), bounds, descriptor)
+            for block, (begin, end) in zip(found, bounds, strict=True):  # if one fails, those before it stay as good
                 populate(made.memory[begin:end])
                 made._put(block, begin)
-        except OSError as error:  # blocks that are there already stay: their weights are as good as before
-            raise HostMemoryInvalid(
-                f"{size / 2**30:.2f} GiB of host memory for the weights of {type(model).__name__}: {error}",
-                expected="that much free RAM",
-            ) from error
         return made
 
     def _put(self, block: Sequence[torch.Tensor], begin: int) -> None:
@@ -96,11 +79,19 @@ class HostCopy:
             begin += room(tensor)
 
     def view(self, like: torch.Tensor, offset: int) -> torch.Tensor:
-        """A tensor of the size and strides of a dense one, with a storage of its own: of several in one storage, a file
-        would have all."""
+        """A dense tensor of that size, with a storage of its own: of several in one storage, a file would have all."""
         buffer: Any = self.memory.numpy()
         flat = torch.frombuffer(buffer, dtype=like.dtype, count=like.numel(), offset=offset)
-        return flat.as_strided(like.size(), like.stride())
+        return flat.as_strided(like.size(), strides(like))
+
+    def places(self, number: int, found: Sequence[tuple[str, torch.Tensor]], at: int) -> BlockWeights:
+        """Places for these tensors of block `number`, side by side in the piece of the memory with that index."""
+        begin, end = self.bounds[at]
+        weights, offset = [], 0
+        for path, tensor in found:
+            weights.append(Weight(tensor, path, offset, self.view(tensor, begin + offset)))
+            offset += room(tensor)
+        return BlockWeights(number, tuple(weights), begin, end - begin)
 
     def offset(self, tensor: torch.Tensor) -> int | None:
         """The place of a weight, in bytes; None: it is not here."""
@@ -130,17 +121,21 @@ class HostCopy:
                 if (offset := self.offset(tensor)) is None:
                     elsewhere += tensor.nbytes
                 else:
-                    here.append(Weight(tensor, path, offset - begin, tensor.detach().to("meta")))
+                    here.append(Weight(tensor, path, offset - begin, tensor.detach()))
             found.append(BlockWeights(number, tuple(here), begin, end - begin))
         return found if elsewhere <= _ELSEWHERE * self.memory.numel() else None
+
+    @property
+    def parts(self) -> list[int]:
+        """Where to begin anew when pages are locked: no copy crosses from one block to another."""
+        return [begin for begin, _ in self.bounds[1:]]
 
     def lock(self, device: torch.device) -> None:
         """Begin to lock the pages for GPUs, in a thread: until it has, copies take longer and are right."""
         if device.type != "cuda" or self._locking is not None:
             return
-        begins = [begin for begin, _ in self.bounds[1:]]
         self._locking = threading.Thread(
-            target=page_lock, args=(self.memory, begins, device), name="wanshim-lock", daemon=True
+            target=page_lock, args=(self.memory, self.parts, device), name="wanshim-lock", daemon=True
         )
         self._locking.start()
 
@@ -199,8 +194,7 @@ def _weights(model: nn.Module) -> list[list[torch.Tensor]]:
         PlacementInvalid: the model has no blocks, too few to take turns, or tensors that are more than their bytes.
     """
     name, blocks = find_blocks(model)
-    uses = Counter(id(tensor) for *_, tensor in owners(model))
-    found = [[t for *_, t in owners(block) if uses[id(t)] == 1 and t.numel() and is_dense(t)] for block in blocks]
+    found = [[t for _, t in block] for block in used_once(model, name, blocks, lambda t: t.numel() > 0 and is_dense(t))]
     plain = all(type(t) in (nn.Parameter, torch.Tensor) for t in tensors(model))
     if len(blocks) < SLOTS or not all(found) or not plain:
         raise PlacementInvalid(

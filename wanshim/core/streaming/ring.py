@@ -80,7 +80,7 @@ class Ring:
     def release(self) -> None:
         """Every block's tensors lie on the host again; what the slots hold stays good."""
         for block in self.blocks:
-            block.bind(block.on(self.host))
+            block.wait()
 
     def _next(self, index: int, backward: bool) -> int:
         if backward:
@@ -102,7 +102,7 @@ class Ring:
 
     def _load(self, slot: Slot, index: int) -> None:
         if slot.index is not None:
-            self.blocks[slot.index].bind(self.blocks[slot.index].on(self.host))
+            self.blocks[slot.index].wait()
         block = self.blocks[index]
         source, target = block.on(self.host), slot.memory[: block.num_bytes]
         slot.index = index

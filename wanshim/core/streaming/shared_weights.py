@@ -6,7 +6,6 @@ The copy is mapped privately: a rank that writes to a weight gets pages of its o
 from __future__ import annotations
 
 import ctypes
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from math import prod
@@ -16,19 +15,18 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from wanshim.core.ranks.store import wait_for
-from wanshim.core.streaming.shared_memory import LocalRanks, allocate
+from wanshim.core.ranks.group import Group
+from wanshim.core.streaming.shared_memory import Shared, allocate
 from wanshim.errors import WanshimError
 
 ALIGNMENT = 64  # bytes
-WRITTEN = "written"
+WAIT_S = 1800.0  # for one rank to read the model's files
+TOPIC, _CALL = "wanshim/weights", "load_once"
 Entry = tuple[str, str, list[int]]  # name, dtype as torch writes it without "torch.", shape
-
-_loads = 0
 
 
 def load_once(
-    host: LocalRanks, load: Callable[[], nn.Module], load_from: Callable[[Mapping[str, torch.Tensor]], nn.Module]
+    host: Group, load: Callable[[], nn.Module], load_from: Callable[[Mapping[str, torch.Tensor]], nn.Module]
 ) -> tuple[nn.Module, str]:
     """A model with its weights in memory that the ranks of the host share, and why they are not shared, or nothing.
     All ranks of the host call this in the same order.
@@ -38,59 +36,45 @@ def load_once(
         load_from: makes the model from its state, without the files.
 
     Raises:
-        WanshimError: the first rank did not load it.
+        RanksFailed: the first rank did not load it, or another rank failed.
     """
-    global _loads
-    _loads += 1
-    key = f"wanshim/weights/{host.name}/{_loads}"
-    if host.local_rank == 0:
-        return _share(host, key, load)
-    if not wait_for(host.store, [key], host.timeout_s):
-        raise WanshimError(
-            f"local rank 0 of {host.shown} did not load the model in {host.timeout_s:.0f} s",
-            hint="Look for the first error in its log",
-        )
-    found = json.loads(host.store.get(key))
-    if "error" in found:
-        raise WanshimError(f"local rank 0 of {host.shown} could not load the model: {found['error']}")
-    if found["why_not"]:
-        return load(), found["why_not"]
-    try:
-        shared = allocate(_size(found["layout"]), host, private=True)
-    except WanshimError as error:
-        return load(), error.found
-    shared.meet(WRITTEN)
-    return load_from(dict(_views(shared.memory, found["layout"]))), ""
-
-
-def _share(host: LocalRanks, key: str, load: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
-    try:
-        model = load()
-        state = model.state_dict()
-        reason = _why_not_shared(state)
-        layout = [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in state.items()]
-    except BaseException as error:
-        host.store.set(key, json.dumps({"error": f"{type(error).__name__}: {error}"}))
-        raise
-    host.store.set(key, json.dumps({"why_not": reason, "layout": [] if reason else layout}))
+    model: nn.Module | None = None
+    layout: list[Entry] = []
+    reason = ""
+    with host.failing_together(TOPIC, WAIT_S, _CALL):
+        if host.rank == 0:
+            model = load()
+            state = model.state_dict()
+            reason = _why_not_shared(state)
+            layout = [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in state.items()]
+            del state
+    reason, layout = host.gather(TOPIC, [reason, [] if reason else layout], WAIT_S, _CALL)[0]
+    if not reason:
+        try:
+            shared = allocate(_size(layout), host, _CALL, private=True)
+        except WanshimError as error:
+            reason = error.found
     if reason:
-        return model, reason
+        return (load() if model is None else model), reason
     try:
-        shared = allocate(_size(layout), host, private=True)
-    except WanshimError as error:
-        return model, error.found
-    try:
-        assert shared.writable is not None  # of the first rank
-        for name, view in _views(shared.writable, layout):
-            view.copy_(state[name])
-        del state
-        model.load_state_dict(dict(_views(shared.memory, layout)), assign=True)
-        _give_back_freed()
+        if model is not None:
+            _share(model, layout, shared)
     except BaseException as error:
         shared.abandon(error)
         raise
-    shared.meet(WRITTEN)
-    return model, ""
+    shared.meet()
+    return (load_from(dict(_views(shared.memory, layout))) if model is None else model), ""
+
+
+def _share(model: nn.Module, layout: list[Entry], shared: Shared) -> None:
+    """Write the weights of the first rank's model, which has them from there from now on."""
+    assert shared.writable is not None  # of the first rank
+    state = model.state_dict()
+    for name, view in _views(shared.writable, layout):
+        view.copy_(state[name])
+    del state
+    model.load_state_dict(dict(_views(shared.memory, layout)), assign=True)
+    _give_back_freed()
 
 
 def _give_back_freed() -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import time
 import types
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -15,18 +13,21 @@ import torch
 from torch import nn
 
 from wanshim.core.model_split.split import find_blocks, split_of
+from wanshim.core.ranks.group import Group
 from wanshim.core.shared.copies import detached_copy, set_copier
 from wanshim.core.shared.gpu_memory import indexed
-from wanshim.core.shared.host_memory import PAGE, THREADS, page_lock, view_of
+from wanshim.core.shared.host_memory import THREADS, page_lock
 from wanshim.core.shared.weight_bytes import num_bytes, own_tensors, tensors
-from wanshim.core.streaming.block_weights import BlockWeights, Weight, can_wait, lay_out, owners
+from wanshim.core.streaming.block_weights import BlockWeights, Weight, bounds_of, can_wait, room, used_once
+from wanshim.core.streaming.host_copy import HostCopy
 from wanshim.core.streaming.plan import SLOTS, StreamPlan, plan_stream
 from wanshim.core.streaming.ring import Ring
-from wanshim.core.streaming.shared_memory import COMPARED, WRITTEN, LocalRanks, Shared, allocate
+from wanshim.core.streaming.shared_memory import Shared, allocate
 from wanshim.errors import PlacementInvalid, WanshimError
 from wanshim.undo import Undo
 
 ATTRIBUTE = "_wanshim_stream"
+_CALL = "stream_model"
 
 
 class Laps:
@@ -94,7 +95,7 @@ def stream_model(
     budget: int | None = None,
     blocks: str | None = None,
     slots: int = SLOTS,
-    host: LocalRanks | None = None,
+    host: Group | None = None,
 ) -> StreamHandle:
     """Keep `model` on `device` but for frozen weights of some blocks, which come from host memory ahead of use.
 
@@ -111,45 +112,44 @@ def stream_model(
         budget: in place of it, bytes of weights the device may hold.
         blocks: attribute path of the `ModuleList`; default: the largest one.
         slots: how many streamed blocks have room on the device at a time, at least 2.
-        host: the ranks of this machine, which all call this in the same order and share one copy.
+        host: the ranks of this machine, which all call this in the same order and share one copy; None: this one.
 
     Raises:
         PlacementInvalid: the model is split or streamed already, has nothing to stream, or the plan does not fit.
         HostMemoryInvalid: the host has not that much memory to share.
-        WanshimError: another rank of the host failed, or loaded other weights.
+        RanksFailed: another rank of the host failed, or did not come.
+        WanshimError: this rank loaded other weights than the first one, or cannot reach its memory.
         torch.OutOfMemoryError: the device cannot hold it. In each case the model is as it was before.
     """
     target = indexed(device)
     _check(model, slots)
     name, block_list = find_blocks(model, blocks)
     found = _waiting(model, name, block_list)
-    sizes = [lay_out(i, own, 0).num_bytes for i, own in enumerate(found)]
+    sizes = _sizes(found)
     rest = num_bytes(model) - sum(sizes)
     plan = plan_stream(sizes, rest, str(target), count=count, budget=budget, slots=slots)
-    layouts: list[BlockWeights] = []
-    for number in plan.streamed:
-        begin = -(-layouts[-1].end // PAGE) * PAGE if layouts else 0
-        layouts.append(lay_out(number, found[number], begin))
+    bounds = bounds_of(sizes[number] for number in plan.streamed)
     undo, attached = Undo(), Undo()
     origins = {tensor: tensor.device for tensor in tensors(model)}
     laps = Laps()
     shared: Shared | None = None
     try:
-        shared = allocate(layouts[-1].end, host or LocalRanks())
+        shared = allocate(bounds[-1][1], host or Group(), _CALL)
+        copy = HostCopy(shared.memory, bounds)
+        layouts = [copy.places(number, found[number], at) for at, number in enumerate(plan.streamed)]
         laps.end("memory shared")
         if target.type == "cuda":
-            undo.add(page_lock(shared.memory, [layout.begin for layout in layouts[1:]], target))
+            undo.add(page_lock(copy.memory, copy.parts, target))
         laps.end("page-locked")
         _hand_over(layouts, shared, undo)
         laps.end("weights written and compared")
         _guard_moves(model, layouts, attached)
         _move(model, target, undo)
-        ring = Ring(layouts, shared.memory, target, slots)
+        ring = Ring(layouts, copy.memory, target, slots)
         laps.end("the rest moved")
     except BaseException as error:
         if shared is not None:
-            with suppress(Exception):  # the store may be gone; what counts is the error that came first
-                shared.abandon(error)
+            shared.abandon(error)
         attached.remove()
         undo.remove()
         raise
@@ -165,8 +165,11 @@ def streamable_bytes(model: nn.Module, blocks: str | None = None) -> tuple[int, 
     Raises:
         PlacementInvalid: no block has any.
     """
-    found = _waiting(model, *find_blocks(model, blocks))
-    return tuple(lay_out(i, own, 0).num_bytes for i, own in enumerate(found))
+    return tuple(_sizes(_waiting(model, *find_blocks(model, blocks))))
+
+
+def _sizes(found: list[list[tuple[str, torch.Tensor]]]) -> list[int]:
+    return [sum(room(tensor) for _, tensor in block) for block in found]
 
 
 def _check(model: nn.Module, slots: int) -> None:
@@ -181,11 +184,7 @@ def _check(model: nn.Module, slots: int) -> None:
 
 def _waiting(model: nn.Module, name: str, blocks: nn.ModuleList) -> list[list[tuple[str, torch.Tensor]]]:
     """The weights of each block that can wait: frozen, plain, and used in one place only."""
-    places = Counter(id(tensor) for *_, tensor in owners(model))
-    found = [
-        [(p, t) for p, _, _, t in owners(block, f"{name}.{i}") if can_wait(t) and places[id(t)] == 1]
-        for i, block in enumerate(blocks)
-    ]
+    found = used_once(model, name, blocks, can_wait)
     if not any(found):
         raise PlacementInvalid(
             f"no block of {type(model).__name__}.{name} has a frozen weight that could be streamed",
@@ -197,46 +196,43 @@ def _waiting(model: nn.Module, name: str, blocks: nn.ModuleList) -> list[list[tu
 
 def _hand_over(layouts: list[BlockWeights], shared: Shared, undo: Undo) -> None:
     """The weights move into the shared memory: written by the rank that leads, compared by the others."""
-    placed = [(w, view_of(layout.on(shared.memory), w.like, w.offset)) for layout in layouts for w in layout.weights]
+    weights = [weight for layout in layouts for weight in layout.weights]
     if shared.leads:
-        for weight, place in placed:
-            place.copy_(weight.tensor.detach())
-    shared.meet(WRITTEN)
-    error = None if shared.leads else _differing(placed)
-    shared.meet(COMPARED, error)
-    if error is not None:
-        raise error
+        for weight in weights:
+            weight.place.copy_(weight.tensor.detach())
+    shared.meet()
+    if not shared.leads:
+        _compare(weights)
+    shared.meet()
     for layout in layouts:
-        origins = [(weight.tensor, weight.tensor.device) for weight in layout.weights]
-        undo.add(partial(_own_again, layout, origins, layout.on(shared.memory)))
-        layout.bind(layout.on(shared.memory))
+        undo.add(partial(_own_again, layout, [weight.tensor.device for weight in layout.weights]))
+        layout.wait()
 
 
-def _differing(placed: list[tuple[Weight, torch.Tensor]]) -> WanshimError | None:
-    """The error for a weight of this rank that is not the shared one. Compared where the weights are: over the link
-    from locked pages it is faster than here."""
+def _compare(weights: Sequence[Weight]) -> None:
+    """Compare the weights where they are: over the link from locked pages it is faster than here.
 
-    def is_shared(pair: tuple[Weight, torch.Tensor]) -> bool:
-        weight, place = pair
+    Raises:
+        WanshimError: a weight of this rank is not the shared one.
+    """
+
+    def is_shared(weight: Weight) -> bool:
         own = weight.tensor.detach()
-        return torch.equal(place.to(own.device), own)
+        return torch.equal(weight.place.to(own.device), own)
 
     with ThreadPoolExecutor(THREADS) as pool:
-        alike = list(pool.map(is_shared, placed))
-    if all(alike):
-        return None
-    path = placed[alike.index(False)][0].path
-    return WanshimError(
-        f"{path} is not what local rank 0 has",
-        expected="the same base model on every rank, since they share one copy of its frozen weights",
-        hint="Give every rank the same checkpoint files",
-    )
+        alike = list(pool.map(is_shared, weights))
+    if not all(alike):
+        raise WanshimError(
+            f"{weights[alike.index(False)].path} is not what the first rank of this host has",
+            expected="the same base model on every rank, since they share one copy of its frozen weights",
+            hint="Give every rank the same checkpoint files",
+        )
 
 
-def _own_again(layout: BlockWeights, origins: list[tuple[torch.Tensor, torch.device]], memory: torch.Tensor) -> None:
-    layout.bind(memory)
-    for tensor, device in origins:
-        tensor.data = tensor.data.to(device, copy=True)
+def _own_again(layout: BlockWeights, origins: list[torch.device]) -> None:
+    for weight, device in zip(layout.weights, origins, strict=True):
+        weight.tensor.data = weight.place.to(device, copy=True)
 
 
 def _move(model: nn.Module, target: torch.device, undo: Undo) -> None:
@@ -300,8 +296,6 @@ def _connect(handle: StreamHandle, blocks: nn.ModuleList) -> None:
     model = handle.model
     whole = model.register_state_dict_pre_hook(lambda *_: ring.release())
     handle._attached.add(whole.remove)
-    apart = model.register_state_dict_post_hook(partial(_store_apart, handle.waiting))
-    handle._attached.add(apart.remove)
     refuse = model.register_load_state_dict_pre_hook(partial(_refuse_loading, set(handle.waiting)))
     handle._attached.add(refuse.remove)
     handle._attached.set(model, {ATTRIBUTE: handle})
@@ -312,15 +306,6 @@ def _come_to_rest(ring: Ring) -> None:
     if ring.device.type == "cuda":
         torch.cuda.synchronize(ring.device)
     ring.release()
-
-
-def _store_apart(waiting: list[str], module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-    """Without a copy. Of tensors that share a storage a file has one: accelerate leaves the others out."""
-    for name in waiting:
-        tensor: Any = state_dict.get(prefix + name)  # None: of a buffer that is not saved
-        if type(tensor) is torch.Tensor:  # a parameter, of `keep_vars`, stays the model's own
-            memory = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-            state_dict[prefix + name] = view_of(torch.from_numpy(memory.numpy()), tensor)
 
 
 def _refuse_loading(

@@ -168,12 +168,14 @@ class _Server:
 
     def _mapped(self, host: Placed) -> HostCopy:
         """The memory whose descriptor comes next, mapped, and its pages locked, once."""
+        from wanshim.core.shared.host_memory import mapped
         from wanshim.core.streaming import HostCopy
 
         descriptor = self._link.receive_descriptor()
-        if host.number in self._hosts:
+        try:
+            copy = self._hosts.get(host.number) or HostCopy(mapped(descriptor, host.bounds[-1][1]), host.bounds)
+        finally:
             os.close(descriptor)
-        copy = self._hosts.get(host.number) or HostCopy(descriptor, host.bounds)
         self._hosts[host.number] = copy
         return copy
 
