@@ -32,27 +32,36 @@ class RecordedRun:
     """One call of a launcher in `module`, whose steps are recorded."""
 
     def __init__(self, module: str, call: TrainingCall, seam: SeamState) -> None:
+        from wanshim.core.training.recording import Recording
+
         self.module = vars(sys.modules[module])
         self.call, self.accelerator = call, call.accelerator
         self.output_path = str(call.logger.output_path)
         self.seam = seam
         self.their_tqdm = self.module["tqdm"]
-        self.recorder: RunRecorder | None = None
+        read = seam.settings
+        self.recording = Recording(
+            read.progress_dir, FEATURE.name, strict=read.strict, note=seam.notes.append, without_effect=seam.fall_back
+        )
         self._optimizer = len(getattr(self.accelerator, "_optimizers", ()))  # the place of this run's first one
         self._epoch = 0
         self._ended = True
         self._loss: Any = None
-        self.refused = False
+
+    @property
+    def recorder(self) -> RunRecorder | None:
+        return self.recording.recorder
 
     def steps(self, dataloader: Any, *args: object, **kwargs: object) -> Iterator[Any]:
         """In place of `tqdm(dataloader)`: one epoch, its micro-batches recorded."""
-        if self.recorder is None and not self._open(dataloader):
+        if not self.recording.was_opened:
+            self.recording.open(lambda: self._describe(dataloader))
+        if self.recorder is None:
             yield from self.their_tqdm(dataloader, *args, **kwargs)
             return
         for batch in dataloader:
             self._ended, self._loss = False, None
-            if self.recorder is not None:
-                self.recorder.begin_step(self._epoch, self._learning_rate())
+            self.recorder.begin_step(self._epoch, self._learning_rate())
             yield batch
             if not self._ended:  # a logger of the user's own, which does not call ModelLogger's
                 self.end_step()
@@ -73,23 +82,6 @@ class RecordedRun:
             self._ended = True
             loss, self._loss = self._loss, None
             self.recorder.end_step(loss, steps_optimizer=bool(self.accelerator.sync_gradients))
-
-    def _open(self, dataloader: Any) -> bool:
-        """Start recording. A run that cannot be recorded goes on without, unless strict."""
-        from wanshim.core.training.recording import open_recorder
-
-        if not self.refused:
-            read = self.seam.settings
-            self.recorder = open_recorder(
-                lambda: self._describe(dataloader),
-                folder=read.progress_dir,
-                feature=FEATURE.name,
-                strict=read.strict,
-                note=self.seam.notes.append,
-                without_effect=self.seam.fall_back,
-            )
-            self.refused = self.recorder is None
-        return not self.refused
 
     def _describe(self, dataloader: Any) -> tuple[TrainingRun, int, tuple[str, ...]]:
         from importlib.metadata import version
@@ -161,9 +153,7 @@ def _world_size() -> int:
 @contextmanager
 def _recording(job: RecordedRun) -> Iterator[None]:
     """While this lasts the loop's `tqdm` is the job's; every way out closes the log."""
-    from wanshim.core.training.recording import NO_STEP, closing
-
-    with closing(lambda: job.recorder):
+    with job.recording.of_run():
         token = _job.set(job)
         hook = job.call.model.register_forward_hook(job.note_output)
         job.module["tqdm"] = job.steps
@@ -173,8 +163,6 @@ def _recording(job: RecordedRun) -> Iterator[None]:
             job.module["tqdm"] = job.their_tqdm
             _job.reset(token)
             hook.remove()
-    if job.recorder is None and not job.refused:
-        job.seam.fall_back(NO_STEP)
 
 
 def _record_run(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:

@@ -37,24 +37,21 @@ class RecordedRun:
     """
 
     def __init__(self, describe: Callable[[int], Description], optimizers: Callable[[], Any], seam: SeamState) -> None:
-        self._describe, self._optimizers, self.seam = describe, optimizers, seam
-        self.recorder: RunRecorder | None = None
-        self.opened = False
+        from wanshim.core.training.recording import Recording
+
+        self._describe, self._optimizers = describe, optimizers
+        read = seam.settings
+        self.recording = Recording(
+            read.progress_dir, FEATURE.name, strict=read.strict, note=seam.notes.append, without_effect=seam.fall_back
+        )
         self.loss: Any = None
 
-    def open(self, done: int) -> None:
-        self.opened = True
-        from wanshim.core.training.recording import open_recorder
+    @property
+    def recorder(self) -> RunRecorder | None:
+        return self.recording.recorder
 
-        read = self.seam.settings
-        self.recorder = open_recorder(
-            lambda: self._describe(done),
-            folder=read.progress_dir,
-            feature=FEATURE.name,
-            strict=read.strict,
-            note=self.seam.notes.append,
-            without_effect=self.seam.fall_back,
-        )
+    def open(self, done: int) -> None:
+        self.recording.open(lambda: self._describe(done))
 
     def begin_step(self) -> None:
         self.loss = None
@@ -118,17 +115,13 @@ def _show(job: RecordedRun) -> Callable[[Any], Any]:
 @contextmanager
 def _recording(job: RecordedRun) -> Iterator[Undo]:
     """Every way out puts back what was replaced and closes the log."""
-    from wanshim.core.training.recording import NO_STEP, closing
-
-    with closing(lambda: job.recorder):
+    with job.recording.of_run():
         _recording_now.append(job)
         try:
             with Undo() as undo:
                 yield undo
         finally:
             _recording_now.remove(job)
-    if not job.opened:
-        job.seam.fall_back(NO_STEP)
 
 
 def _record_trainer(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:

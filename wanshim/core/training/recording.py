@@ -13,7 +13,6 @@ from wanshim.core.training.recorder import RunRecorder, TrainingRun
 log = logging.getLogger("wanshim")
 
 DEFAULT_FOLDER = "training_logs"  # in the run's output folder
-NO_STEP = "not recorded: no step ran"
 ERROR_CHARACTERS = 500  # of an error in the log
 RESUMES_AT = "wanshim_resumes_at"  # of an exception that ends a run whose state is saved: the optimizer step
 
@@ -23,57 +22,67 @@ def log_folder(output_path: str | Path, chosen: str | None) -> Path:
     return Path(chosen) if chosen else Path(output_path) / DEFAULT_FOLDER
 
 
-def open_recorder(
-    describe: Callable[[], tuple[TrainingRun, int, Sequence[str]]],
-    *,
-    folder: str | None,
-    feature: str,
-    strict: bool,
-    note: Callable[[str], object],
-    without_effect: Callable[[str], object],
-) -> RunRecorder | None:
-    """The recorder, or None: a run that cannot be recorded goes on without. Rank 0 shows the run too.
+class Recording:
+    """The log of one run for an adapter: opened at its first step, closed whichever way it ends. A run that cannot be
+    recorded goes on without.
 
     Args:
-        describe: the run, this process's rank and its devices; may raise anything.
         folder: of all logs; None: in the run's output folder.
         feature: named in the warning.
-        strict: raise what `describe` and the opening of the log raise.
+        strict: raise what opening the log raises.
         note: takes a line for the report.
         without_effect: takes the line that the run is not recorded.
     """
-    try:
-        run, rank, devices = describe()
-        display = display_for() if rank == 0 else None
-        recorder = RunRecorder(log_folder(run.output_path, folder), run, rank, devices, display)
-    except Exception as error:
-        if strict:
+
+    def __init__(
+        self,
+        folder: str | None,
+        feature: str,
+        *,
+        strict: bool,
+        note: Callable[[str], object],
+        without_effect: Callable[[str], object],
+    ) -> None:
+        self.recorder: RunRecorder | None = None
+        self.was_opened = False
+        self._folder, self._feature, self._strict = folder, feature, strict
+        self._note, self._without_effect = note, without_effect
+
+    def open(self, describe: Callable[[], tuple[TrainingRun, int, Sequence[str]]]) -> None:
+        """Begin to record. Rank 0 shows the run, too.
+
+        Args:
+            describe: returns the run, this process's rank and its devices; may raise anything.
+        """
+        self.was_opened = True
+        try:
+            run, rank, devices = describe()
+            display = display_for() if rank == 0 else None
+            recorder = RunRecorder(log_folder(run.output_path, self._folder), run, rank, devices, display)
+        except Exception as error:
+            if self._strict:
+                raise
+            self._without_effect(f"not recorded: {error}")
+            log.warning("wanshim: %s: not recorded: %s", self._feature, error)
+            return
+        self.recorder = recorder
+        self._note(f"rank {rank} on {', '.join(recorder.devices)} logs to {recorder.folder}")
+
+    @contextmanager
+    def of_run(self) -> Iterator[None]:
+        """A context for the run. Every way out closes its log: finished, stopped with a state that it resumes from, or
+        failed with the error."""
+        state, error, resumes_at = "failed", None, None
+        try:
+            yield
+            state = "finished"
+        except BaseException as raised:
+            error = f"{type(raised).__name__}: {raised}"[:ERROR_CHARACTERS]
+            resumes_at = getattr(raised, RESUMES_AT, None)
+            state = "failed" if resumes_at is None else "stopped"
             raise
-        without_effect(f"not recorded: {error}")
-        log.warning("wanshim: %s: not recorded: %s", feature, error)
-        return None
-    note(f"rank {recorder.rank} on {', '.join(recorder.devices)} logs to {recorder.folder}")
-    return recorder
-
-
-@contextmanager
-def closing(recorder: Callable[[], RunRecorder | None]) -> Iterator[None]:
-    """Every way out of the run closes its log: finished, stopped with a state that it resumes from, or failed with the
-    error.
-
-    Args:
-        recorder: the one opened since, asked at the end; None: the run was not recorded.
-    """
-    state, error, resumes_at = "failed", None, None
-    try:
-        yield
-        state = "finished"
-    except BaseException as raised:
-        error = f"{type(raised).__name__}: {raised}"[:ERROR_CHARACTERS]
-        resumes_at = getattr(raised, RESUMES_AT, None)
-        state = "failed" if resumes_at is None else "stopped"
-        raise
-    finally:
-        opened = recorder()
-        if opened is not None:
-            opened.close(state, error, resumes_at)
+        finally:
+            if self.recorder is not None:
+                self.recorder.close(state, error, resumes_at)
+        if not self.was_opened:
+            self._without_effect("not recorded: no step ran")
