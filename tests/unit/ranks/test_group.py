@@ -93,6 +93,63 @@ def test_rank_that_does_not_come_is_named_by_its_number_in_the_job() -> None:
         Group((4, 7), 0, dist.HashStore()).gather("topic", None, 0.05, "decode")
 
 
+def pair() -> list[Group]:
+    store = dist.HashStore()
+    return [Group((4, 7), rank, store) for rank in range(2)]
+
+
+def test_error_that_a_rank_brings_is_raised_by_the_others_and_the_next_gathering_works() -> None:
+    first, second = pair()
+    found, own = at_once(
+        lambda: first.gather("topic", 1, 60.0, "decode"),
+        lambda: second.gather("topic", 2, 60.0, "decode", MemoryError("no page")),
+    )
+    assert isinstance(found, RanksFailed)
+    assert str(found).startswith("decode failed on rank 7: MemoryError: no page.")
+    assert own == [1, None]
+    assert at_once(*(partial(each.gather, "topic", each.rank, 60.0, "decode") for each in (first, second))) == [
+        [0, 1],
+        [0, 1],
+    ]
+
+
+@pytest.mark.parametrize("error", [MemoryError("no page"), RanksFailed("rank 4 failed")])
+def test_error_of_a_body_reaches_the_others_where_they_gather_next_unless_they_have_it(error: Exception) -> None:
+    first, second = pair()
+
+    def fail() -> None:
+        with second.failing_together("topic", 0.2, "decode"):
+            raise error
+
+    found, own = at_once(lambda: first.gather("topic", 1, 0.2, "decode"), fail)
+    assert own is error
+    assert isinstance(found, RankAbsent) == isinstance(error, RanksFailed)
+    assert ("MemoryError: no page" in str(found)) == isinstance(error, MemoryError)
+
+
+def test_error_of_a_body_is_raised_though_the_others_do_not_come() -> None:
+    with pytest.raises(MemoryError), pair()[0].failing_together("topic", 0.05, "decode"):
+        raise MemoryError("no page")
+
+
+def test_topic_that_a_rank_ends_fails_for_all_and_no_other_topic_does() -> None:
+    first, second = pair()
+    second.fail("topic", MemoryError("no page"))
+    for each in (first, second):
+        with pytest.raises(RanksFailed, match=r"^rank 7 failed: MemoryError: no page\. Look for the first error"):
+            each.gather("topic", None, 60.0, "decode")
+    assert at_once(*(partial(each.gather, "other", 1, 60.0, "decode") for each in (first, second))) == [[1, 1]] * 2
+
+
+def test_end_of_a_topic_that_the_store_does_not_take_hides_no_error() -> None:
+    class Lost:
+        def check(self, keys: list[str]) -> bool:
+            raise RuntimeError("connection reset")
+
+    Group((4, 7), 1, Lost()).fail("topic", MemoryError("no page"))
+    Group().fail("topic", MemoryError("no page"))
+
+
 def test_store_that_is_lost_is_one_error_that_names_this_rank() -> None:
     class Lost:
         def check(self, keys: list[str]) -> bool:
