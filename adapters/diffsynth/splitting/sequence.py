@@ -53,7 +53,7 @@ def apply(run: Run, row: Row) -> None:
     )
     undo.add(handle.remove)
     handle.match_trained(call.model)
-    count_groups(accelerator, plan.ranks, group, lambda: handle.leader.meet(SAVE_SECONDS), undo)
+    count_groups(accelerator, plan.ranks, group, lambda: handle.attendance.meet(SAVE_SECONDS), undo)
     undo.replace(PartialState(), "wait_for_everyone", partial(_checked, handle))
     for name in ("on_step_end", "on_epoch_end", "on_training_end"):
         if hasattr(call.logger, name):
@@ -68,7 +68,7 @@ def apply(run: Run, row: Row) -> None:
 
         held = ExitStack()
         undo.add(held.close)
-        held.enter_context(held_by(group, handle.together))
+        held.enter_context(held_by(group, handle.attendance.together))
     set_random_states(handle.leader.share(lambda: random_states(device), device), device)
     row.report(str(handle.plan))
 
@@ -96,7 +96,7 @@ def _checked(handle: SequenceHandle, original: Callable[[], Any]) -> Callable[[]
 
     def wait_for_everyone() -> Any:
         handle.check()
-        handle.leader.meet(SAVE_SECONDS)
+        handle.attendance.meet(SAVE_SECONDS)
         return original()
 
     return wait_for_everyone
@@ -107,7 +107,7 @@ def _in_own_time(handle: SequenceHandle, device: torch.device, original: Callabl
     go on with the random states of the first, from which they draw the next sample's noise."""
 
     def called(*args: object, **kwargs: object) -> Any:
-        handle.work_alone()
+        handle.attendance.work_alone()
         result = original(*args, **kwargs)
         states = random_states(device)
         if not handle.leader.agrees(_digest(states)):
@@ -121,9 +121,9 @@ def _saved_by_one(handle: SequenceHandle, original: Callable[..., Any]) -> Calla
     """The others wait for whoever writes: an exchange that it does not come to would run into the deadline."""
 
     def save_model(*args: object, **kwargs: object) -> Any:
-        handle.work_alone()
+        handle.attendance.work_alone()
         result = original(*args, **kwargs)
-        handle.leader.meet(SAVE_SECONDS)
+        handle.attendance.meet(SAVE_SECONDS)
         return result
 
     return save_model
@@ -149,12 +149,12 @@ class UnitRunner:
         from wanshim.core.decoding import held_alone, held_by  # imports Triton
 
         trains = torch.is_grad_enabled()
-        if not trains and not self._handle.together(f"{type(unit).__name__} {_digest(inputs)}"):
+        if not trains and not self._handle.attendance.together(f"{type(unit).__name__} {_digest(inputs)}"):
             with held_alone():
                 return self._original(unit, pipe, *inputs)  # type: ignore[no-any-return]
         if used == {"vae"} and shares_ranks(type(pipe.vae).encode):
             if trains:
-                self._handle.leader.meet(SAVE_SECONDS)  # a rank may still be at a validation of its own
+                self._handle.attendance.meet(SAVE_SECONDS)  # a rank may still be at a validation of its own
             with held_by(self._group):
                 return self._original(unit, pipe, *inputs)  # type: ignore[no-any-return]
         changes = self._handle.leader.share(lambda: self._changes(unit, pipe, inputs), self._device)

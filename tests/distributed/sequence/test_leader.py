@@ -21,8 +21,12 @@ from .tiny import Case
 CPU = torch.device("cpu")
 
 
+def handle_of() -> Any:
+    return wanshim.shard_sequence(Case(ranks=3).model(), deadline=16)
+
+
 def leader_of() -> Any:
-    return wanshim.shard_sequence(Case(ranks=3).model(), deadline=16).leader
+    return handle_of().leader
 
 
 def share_everything(rank: int, size: int) -> tuple[Any, int]:
@@ -113,12 +117,12 @@ def test_random_states_of_the_first_rank_are_drawn_from_on_all() -> None:
 
 
 def come_or_leave(rank: int, size: int) -> tuple[str, str, float]:
-    leader = leader_of()
-    leader.meet(16)
+    attendance = handle_of().attendance
+    attendance.meet(16)
     if rank == 2:
         time.sleep(8)
         return "left", "", 0.0
-    return outcome_of(lambda: leader.meet(1.5))
+    return outcome_of(lambda: attendance.meet(1.5))
 
 
 @pytest.mark.slow

@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from wanshim.core.ranks import watch as module
 from wanshim.core.ranks.group import Group as Ranks
-from wanshim.core.ranks.rendezvous import Rendezvous
 from wanshim.core.ranks.watch import Watch, different_calls
 from wanshim.errors import RankDisagreement, RanksFailed
 
@@ -64,9 +63,8 @@ def start(*watches: Watch, models: tuple[dict[str, Any], ...] = (MODEL, MODEL)) 
 def start_first(watch: Watch, other: Watch) -> None:
     """`other` meets it and starts no thread."""
     other._publish()
-    meet = Rendezvous(other._store, "model", other.rank, 2).meet
     with ThreadPoolExecutor(1) as thread:
-        met = thread.submit(meet, json.dumps(MODEL, sort_keys=True), BOUND_S)
+        met = thread.submit(other._group.gather, "model", json.dumps(MODEL, sort_keys=True), BOUND_S, "shard_sequence")
         watch.start(MODEL)
         met.result()
 

@@ -46,7 +46,8 @@ class Attendance:
         return False
 
     def work_alone(self) -> None:
-        """A context for this rank's own work: the others, who wait for it, do not count that time."""
+        """This rank works by itself until its next call, for as long as it takes: the others, who wait for it, do not
+        count that time."""
         self._watch.works_alone()
 
     def meet(self, seconds: float) -> bool:

@@ -1,4 +1,4 @@
-"""Results of the first rank of a group, on all ranks: the outputs of a text encoder or VAE, random states, a meeting.
+"""Results of the first rank of a group, on all ranks: the outputs of a text encoder or VAE, random states.
 
 Nothing is pickled: the structure travels as JSON through the store, the bytes of tensors through the group's exchange.
 """
@@ -74,8 +74,3 @@ class Leader:
         """Whether every rank gives the same text."""
         self._attendance.join("a comparison")
         return len(set(self._group.gather_text("compared", text))) == 1
-
-    def meet(self, seconds: float) -> bool:
-        """Return when every rank has called this, or is further on: whether all have. Raise what stopped the group
-        meanwhile."""
-        return self._attendance.meet(seconds)

@@ -31,13 +31,14 @@ class SequenceHandle:
     """A sharded model. Every rank calls it with the same inputs and has the whole output and whole gradients.
 
     `plan` says who holds what; once the model was called, for that length too. `leader` brings what the first rank
-    makes to all of them.
+    makes to all of them; `attendance` says which calls they make together.
     """
 
     def __init__(self, model: nn.Module, run: ShardedModel, undo: Undo, attendance: Attendance) -> None:
         self.model = model
         self.leader = Leader(run.group, attendance)
-        self._run, self._undo, self._attendance = run, undo, attendance
+        self.attendance = attendance
+        self._run, self._undo = run, undo
 
     @property
     def plan(self) -> SequencePlan:
@@ -54,15 +55,6 @@ class SequenceHandle:
             RankDisagreement: other names, shapes or dtypes are trained on another rank.
         """
         match_weights(self._run.group, {n: p for n, p in module.named_parameters() if p.requires_grad})
-
-    def together(self, call: str) -> bool:
-        """Whether all ranks make a call now that each describes in these words. If not, this rank makes it alone, and
-        the others wait for it in what they do next."""
-        return self._attendance.together(call)
-
-    def work_alone(self) -> None:
-        """A context for work of this rank that takes as long as it takes: the others wait beyond the deadline."""
-        self._attendance.work_alone()
 
     def fail(self, error: BaseException) -> None:
         """Report an error of this rank that the model does not see; the other ranks stop with its name at once."""

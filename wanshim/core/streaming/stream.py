@@ -6,6 +6,7 @@ import time
 import types
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -42,26 +43,17 @@ class Laps:
         self.seconds[what], self._since = now - self._since, now
 
 
+@dataclass(eq=False)
 class StreamHandle:
     """Streaming that stands. `plan` says what lies where; `remove()` takes it back."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: StreamPlan,
-        ring: Ring,
-        seconds: Mapping[str, float],
-        attached: Undo,
-        origins: Mapping[torch.Tensor, torch.device],
-        undo: Undo,
-    ) -> None:
-        self.model = model
-        self.plan = plan
-        self.ring = ring
-        self.seconds = seconds  # what setting it up took, step by step
-        self._attached = attached  # takes back hooks and attributes
-        self._origins = origins  # where the tensors came from
-        self._undo = undo  # brings them back
+    model: nn.Module
+    plan: StreamPlan
+    ring: Ring
+    seconds: Mapping[str, float]  # what setting it up took, step by step
+    _attached: Undo  # takes back hooks and attributes
+    _origins: Mapping[torch.Tensor, torch.device]  # where the tensors came from
+    _undo: Undo  # brings them back
 
     def copy(self, model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         """A deep copy of the model as `remove()` would leave it, its weights on the devices they came from."""
