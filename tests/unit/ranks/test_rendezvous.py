@@ -12,18 +12,19 @@ import torch.distributed as dist
 
 from tests.unit.threads import at_once
 from wanshim.core.ranks import rendezvous
-from wanshim.core.ranks.rendezvous import KEPT_ROUNDS, Absent, Failed, Rendezvous, Round
+from wanshim.core.ranks.rendezvous import KEPT_ROUNDS, Rendezvous, Round
+from wanshim.errors import RankAbsent, RanksFailed
 
 LONG, SHORT = 20.0, 0.05
 
 
 def ranks(size: int, store: dist.Store | None = None) -> list[Rendezvous]:
     store = store or dist.HashStore()
-    return [Rendezvous(store, "test", rank, size) for rank in range(size)]
+    return [Rendezvous(store, "test", range(size), rank) for rank in range(size)]
 
 
 def meet_all(members: list[Rendezvous], word: str) -> list[Any]:
-    return at_once(*(lambda m=m, r=r: m.meet([word, r], LONG) for r, m in enumerate(members)))
+    return at_once(*(lambda m=m, r=r: m.meet([word, r], LONG, "decode") for r, m in enumerate(members)))
 
 
 def assert_met(ends: list[Any], word: str) -> None:
@@ -39,11 +40,11 @@ def test_all_ranks_meet_after_any_calls_made_alone(seed: int) -> None:
     for turn in range(6):
         for _ in range(choose.randrange(4)):
             some = choose.sample(range(3), choose.choice((1, 2)))
-            ends = at_once(*(lambda m=members[r]: m.meet("stale", SHORT) for r in some))
-            assert all(isinstance(end, Absent) for end in ends)
+            ends = at_once(*(lambda m=members[r]: m.meet("stale", SHORT, "decode") for r in some))
+            assert all(isinstance(end, RankAbsent) for end in ends)
         if choose.random() < 0.3:  # a new decoder on one rank
             rank = choose.randrange(3)
-            members[rank] = Rendezvous(members[rank]._store, "test", rank, 3)
+            members[rank] = Rendezvous(members[rank]._store, "test", range(3), rank)
         assert_met(meet_all(members, f"turn {turn}"), f"turn {turn}")
 
 
@@ -66,11 +67,13 @@ def test_absent_names_ranks_that_never_came_and_ranks_that_gave_up() -> None:
 
     def joins_then_gives_up() -> Round:
         waits.wait(LONG)
-        return first.meet("a", SHORT)
+        return first.meet("a", SHORT, "decode")
 
-    ends = at_once(joins_then_gives_up, lambda: second.meet("b", 1.0))
-    assert (ends[0].never, ends[0].left) == ((2,), ())
-    assert (ends[1].never, ends[1].left) == ((2,), (0,))
+    ends = at_once(joins_then_gives_up, lambda: second.meet("b", 1.0, "decode"))
+    assert [end.found for end in ends] == [
+        "rank 2 did not call decode within 0.05 s",
+        "rank 2 did not call decode within 1 s; rank 0 called decode and gave up before all ranks were there",
+    ]
 
 
 def test_rank_that_comes_while_another_gives_up_waits_on_for_the_rest() -> None:
@@ -78,16 +81,16 @@ def test_rank_that_comes_while_another_gives_up_waits_on_for_the_rest() -> None:
     gone = threading.Event()
 
     def gives_up_then_comes() -> Any:
-        with pytest.raises(Absent):
-            members[0].meet("stale", 0.3)
+        with pytest.raises(RankAbsent):
+            members[0].meet("stale", 0.3, "decode")
         gone.set()
-        return members[0].meet(["x", 0], LONG)
+        return members[0].meet(["x", 0], LONG, "decode")
 
     def comes_after() -> Any:
         gone.wait(LONG)
-        return members[2].meet(["x", 2], LONG)
+        return members[2].meet(["x", 2], LONG, "decode")
 
-    assert_met(at_once(gives_up_then_comes, lambda: members[1].meet(["x", 1], LONG), comes_after), "x")
+    assert_met(at_once(gives_up_then_comes, lambda: members[1].meet(["x", 1], LONG, "decode"), comes_after), "x")
 
 
 def test_rank_whose_time_is_over_when_it_wakes_joins_no_other_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,8 +109,8 @@ def test_rank_whose_time_is_over_when_it_wakes_joins_no_other_round(monkeypatch:
             now[0] = LONG
 
     member._store = Late()
-    with pytest.raises(Absent):
-        member.meet("x", LONG)
+    with pytest.raises(RankAbsent):
+        member.meet("x", LONG, "decode")
     assert store.get("test/round") == b"1"
     assert not store.check(["test/1/0"])
 
@@ -125,7 +128,7 @@ def test_interrupted_wait_takes_the_rank_out_of_the_round() -> None:
 
     members[0]._store = Interrupted()
     with pytest.raises(KeyboardInterrupt):
-        members[0].meet("stale", LONG)
+        members[0].meet("stale", LONG, "decode")
     members[0]._store = store
     assert_met(meet_all(members, "next"), "next")
 
@@ -153,7 +156,7 @@ def test_store_that_is_lost_raises_at_once_and_is_not_taken_for_an_absent_rank()
 
     member._store = Lost()
     with pytest.raises(RuntimeError, match="connection reset"):
-        member.meet("x", LONG)
+        member.meet("x", LONG, "decode")
 
 
 def test_another_object_of_the_name_joins_the_next_round_at_once() -> None:
@@ -167,16 +170,16 @@ def test_another_object_of_the_name_joins_the_next_round_at_once() -> None:
             super()._advance(number)
 
     def first() -> list[Round]:
-        found = [Rendezvous(store, "test", 0, 2).meet("first", LONG)]
+        found = [Rendezvous(store, "test", range(2), 0).meet("first", LONG, "decode")]
         store.wait(["test/0/outcome"])
         other = threading.Timer(0.2, slow.set)
         other.start()
-        return [*found, Rendezvous(store, "test", 0, 2).meet("second", LONG)]
+        return [*found, Rendezvous(store, "test", range(2), 0).meet("second", LONG, "decode")]
 
     def last() -> list[Round]:
-        member = LastComer(store, "test", 1, 2)
+        member = LastComer(store, "test", range(2), 1)
         store.wait(["test/0/0"])
-        return [member.meet("first", LONG), member.meet("second", LONG)]
+        return [member.meet("first", LONG, "decode"), member.meet("second", LONG, "decode")]
 
     for rounds in at_once(first, last):
         assert [found.number for found in rounds] == [0, 1]
@@ -199,10 +202,10 @@ def test_the_first_rank_which_may_host_the_store_stays_until_all_have_read() -> 
     second._store = SlowToRead()
 
     def meets_and_ends() -> None:
-        first.meet("a", LONG)
+        first.meet("a", LONG, "decode")
         order.append("ended")
 
-    at_once(meets_and_ends, lambda: second.meet("b", LONG))
+    at_once(meets_and_ends, lambda: second.meet("b", LONG, "decode"))
     assert order == ["read", "read", "ended"]
 
 
@@ -213,19 +216,19 @@ def test_failure_ends_who_waits_and_who_comes_later_with_the_first_text() -> Non
         second._store.wait(["test/0/0"])
         second.fail("no memory on rank 1")
 
-    waited, _ = at_once(lambda: first.meet("a", LONG), fails_when_the_first_waits)
+    waited, _ = at_once(lambda: first.meet("a", LONG, "decode"), fails_when_the_first_waits)
     third.fail("its consequence")
-    later = at_once(lambda: third.meet("c", LONG))[0]
-    assert [type(end) for end in (waited, later)] == [Failed, Failed]
-    assert {str(end) for end in (waited, later)} == {"no memory on rank 1"}
+    later = at_once(lambda: third.meet("c", LONG, "decode"))[0]
+    assert [type(end) for end in (waited, later)] == [RanksFailed, RanksFailed]
+    assert {end.found for end in (waited, later)} == {"no memory on rank 1"}
 
 
 def test_failure_after_a_complete_round_ends_the_next() -> None:
     members = ranks(2)
     assert_met(meet_all(members, "x"), "x")
     members[0].fail("later")
-    with pytest.raises(Failed, match="later"):
-        members[1].meet("y", LONG)
+    with pytest.raises(RanksFailed, match="later"):
+        members[1].meet("y", LONG, "decode")
 
 
 def test_rounds_that_others_give_up_do_not_extend_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,6 +249,6 @@ def test_rounds_that_others_give_up_do_not_extend_the_deadline(monkeypatch: pyte
             now[0] += 0.4
 
     member._store = GivingUp()
-    with pytest.raises(Absent):
-        member.meet("x", 1.0)
+    with pytest.raises(RankAbsent):
+        member.meet("x", 1.0, "decode")
     assert limits == pytest.approx([1.0, 0.6, 0.2])

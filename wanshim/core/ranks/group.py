@@ -13,11 +13,10 @@ from typing import Any
 from wanshim.core.shared.text import first_line, named_line
 from wanshim.errors import RanksFailed
 
-from .rendezvous import Absent, Failed, Rendezvous, Round
+from .rendezvous import FIRST_ERROR, Rendezvous, Round
 from .store import LocalStore, default_store
 
 _LOOPBACK = "127.0.0.1"
-_LOG = "Look for the first error in the log of that rank"
 _LOCAL_LIMIT = timedelta(seconds=30)  # for processes of one machine to connect by gloo: all have come
 
 
@@ -90,11 +89,9 @@ class Group:
             RanksFailed: a rank ended the topic by `fail`, or the store cannot be reached.
         """
         try:
-            return Rendezvous(self.store, topic, self.rank, self.size).meet(mine, seconds)
-        except Absent as reason:
-            raise reason.error(self.ranks, call, seconds) from None
-        except Failed as reason:
-            raise RanksFailed(str(reason), hint=_LOG) from None
+            return Rendezvous(self.store, topic, self.ranks, self.rank).meet(mine, seconds, call)
+        except RanksFailed:
+            raise
         except (RuntimeError, OSError) as error:
             raise self.without_store(error) from error
 
@@ -117,7 +114,7 @@ class Group:
             if "error" in reply
         ]
         if failed and error is None:
-            raise RanksFailed(f"{call} failed on {'; '.join(failed)}", hint=_LOG)
+            raise RanksFailed(f"{call} failed on {'; '.join(failed)}", hint=FIRST_ERROR)
         return [reply.get("value") for reply in replies]
 
     @contextmanager
@@ -138,7 +135,7 @@ class Group:
         if self.store is not None:
             with suppress(RuntimeError, OSError):  # the store may be gone; what counts is the error that came first
                 failed = f"rank {self.ranks[self.rank]} failed: {named_line(error)}"
-                Rendezvous(self.store, topic, self.rank, self.size).fail(failed)
+                Rendezvous(self.store, topic, self.ranks, self.rank).fail(failed)
 
     def without_store(self, error: Exception) -> RanksFailed:
         """The error of this rank if the store cannot be reached."""

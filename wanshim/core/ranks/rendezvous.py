@@ -19,53 +19,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from wanshim.errors import RankAbsent
+from wanshim.errors import RankAbsent, RanksFailed
 
 from .store import READ, set_once, stay_until_read, wait_for
 
 KEPT_ROUNDS = 8  # a rank that was slow to join finds the outcome of the round that it read
+FIRST_ERROR = "Look for the first error in the log of that rank"
 _COMPLETE = "complete"
 _GAVE_UP = "gave up"
 _FAILED = "failed: "
-
-
-class Absent(Exception):
-    """Not all ranks came in time.
-
-    Args:
-        never: ranks that joined no round in which this call waited.
-        left: ranks that joined one and gave up before the others came.
-    """
-
-    def __init__(self, never: tuple[int, ...], left: tuple[int, ...]) -> None:
-        super().__init__(f"never {never}, left {left}")
-        self.never, self.left = never, left
-
-    def error(self, ranks: Sequence[int], call: str, timeout_s: float) -> RankAbsent:
-        """The error that the user sees: the ranks that did not make `call` with the others.
-
-        Args:
-            ranks: the job's number of each rank of the group.
-        """
-        parts = []
-        if self.never:
-            parts.append(f"{_named(ranks, self.never)} did not call {call} within {timeout_s:g} s")
-        if self.left:
-            parts.append(f"{_named(ranks, self.left)} called {call} and gave up before all ranks were there")
-        return RankAbsent(
-            "; ".join(parts) or f"not all ranks called {call} within {timeout_s:g} s",
-            expected=f"each of ranks {', '.join(map(str, ranks))} to call {call} as often as the others",
-            hint="Look whether that rank failed, is busy elsewhere, skips the call or runs without wanshim; "
-            "the next call that all ranks make works again",
-        )
-
-
-class Failed(Exception):
-    """A rank ended the rendezvous with this text."""
-
-
-def _named(ranks: Sequence[int], places: Sequence[int]) -> str:
-    return f"rank{'s' * (len(places) > 1)} {', '.join(str(ranks[place]) for place in places)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,27 +39,29 @@ class Round:
 
 
 class Rendezvous:
-    """A meeting of `size` ranks under `name` in `store`; one call at a time per process.
+    """A meeting of ranks under `name` in `store`; one call at a time per process.
 
     Args:
         store: a `torch.distributed` store that all ranks reach.
         name: the same on every rank; nobody else uses keys that begin with it.
-        rank: this rank, from 0 to `size` - 1.
+        ranks: the job's number of each, in the same order on every rank; for messages.
+        rank: this process's place among them.
     """
 
-    def __init__(self, store: Any, name: str, rank: int, size: int) -> None:
+    def __init__(self, store: Any, name: str, ranks: Sequence[int], rank: int) -> None:
         self._store, self._name = store, name
-        self._rank, self._size = rank, size
+        self._ranks, self._rank, self._size = ranks, rank, len(ranks)
 
-    def meet(self, mine: Any, timeout_s: float) -> Round:
+    def meet(self, mine: Any, timeout_s: float, call: str) -> Round:
         """Leave `mine` (JSON) and return what all ranks left in one round.
 
         Args:
             timeout_s: seconds to wait for the other ranks.
+            call: in which they come, for messages.
 
         Raises:
-            Absent: not all ranks came within `timeout_s`; the next round is not affected.
-            Failed: a rank called `fail`.
+            RankAbsent: not all ranks came within `timeout_s`; the next round is not affected.
+            RanksFailed: a rank called `fail`.
             RuntimeError, OSError: the store cannot be reached.
         """
         end = time.monotonic() + timeout_s
@@ -106,7 +70,7 @@ class Rendezvous:
             number = self._current()
             outcome = self._join(number, text, end)
             if outcome.startswith(_FAILED):
-                raise Failed(outcome.removeprefix(_FAILED))
+                raise RanksFailed(outcome.removeprefix(_FAILED), hint=FIRST_ERROR)
             self._advance(number)
             self._forget(number - KEPT_ROUNDS)
             keys = {rank: f"{self._name}/{number}/{rank}" for rank in range(self._size)}
@@ -117,13 +81,29 @@ class Rendezvous:
             here = {rank for rank, key in keys.items() if self._store.check([key])}
             seen |= here
             if outcome == f"{_GAVE_UP} {self._rank}" or time.monotonic() >= end:
-                raise Absent(tuple(sorted(keys.keys() - seen)), tuple(sorted(seen - here)))
+                raise self._absent(sorted(keys.keys() - seen), sorted(seen - here), call, timeout_s)
 
     def fail(self, text: str) -> None:
-        """End the rendezvous for good: who waits here or comes later raises `Failed`, of the first failure. Waits for
-        nobody."""
+        """End the rendezvous for good: who waits here or comes later raises `RanksFailed` with the first text. Waits
+        for nobody."""
         while not self._close(number := self._current(), f"{_FAILED}{text}").startswith(_FAILED):
             self._advance(number)
+
+    def _absent(self, never: Sequence[int], left: Sequence[int], call: str, timeout_s: float) -> RankAbsent:
+        """The error of this rank for those that joined no round in which it waited, and those that joined one and gave
+        up before the others came."""
+
+        def named(places: Sequence[int]) -> str:
+            return f"rank{'s' * (len(places) > 1)} {', '.join(str(self._ranks[place]) for place in places)}"
+
+        parts = [f"{named(never)} did not call {call} within {timeout_s:g} s"] if never else []
+        parts += [f"{named(left)} called {call} and gave up before all ranks were there"] if left else []
+        return RankAbsent(
+            "; ".join(parts) or f"not all ranks called {call} within {timeout_s:g} s",
+            expected=f"each of ranks {', '.join(map(str, self._ranks))} to call {call} as often as the others",
+            hint="Look whether that rank failed, is busy elsewhere, skips the call or runs without wanshim; "
+            "the next call that all ranks make works again",
+        )
 
     def _join(self, number: int, text: str, end: float) -> str:
         """Come to round `number` and return its outcome."""
