@@ -81,7 +81,7 @@ def test_limit_on_shared_memory_of_a_container_does_not_hold(monkeypatch: pytest
 
 def test_rank_that_comes_after_the_others_deadline_raises_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     store, memory = dist.HashStore(), torch.empty(1, dtype=torch.uint8)
-    first, late = (Shared(memory, Group(range(2), rank, store), "topic", CALL) for rank in range(2))
+    first, late = (Shared(memory, None, Group(range(2), rank, store), "topic", CALL) for rank in range(2))
     monkeypatch.setattr(shared_memory, "WAIT_S", 0.1)
     with pytest.raises(RankAbsent, match="rank 1 did not call stream_model"):
         first.meet()

@@ -56,6 +56,12 @@ def test_one_rank_reads_the_files_and_all_have_the_same_bits() -> None:
     assert not found[0][0][0].weight.requires_grad
 
 
+def test_rank_that_meets_nobody_loads_its_own() -> None:
+    model, reason = load_once(Group(), made, from_state)
+    assert not reason
+    assert torch.equal(model[0].weight, made()[0].weight)
+
+
 def test_what_a_rank_writes_no_other_sees() -> None:
     (first, _), (second, _) = as_ranks(lambda number: made())[0]
     with torch.no_grad():

@@ -28,16 +28,13 @@ class Shared:
     """Memory that all ranks of a host see, uint8 and flat. `leads`: this rank writes it, the others read.
 
     Args:
-        writable: of the rank that leads, where `memory` is mapped privately: what is written here all ranks see.
+        writable: of the rank that leads: what is written here all ranks see, also where `memory` is private.
         topic: of the meetings of these ranks about this memory alone.
         call: in which they come, for messages.
     """
 
-    def __init__(
-        self, memory: torch.Tensor, host: Group, topic: str, call: str, writable: torch.Tensor | None = None
-    ) -> None:
-        self.memory, self.writable = memory, writable
-        self.leads = host.store is None or host.rank == 0
+    def __init__(self, memory: torch.Tensor, writable: torch.Tensor | None, host: Group, topic: str, call: str) -> None:
+        self.memory, self.writable, self.leads = memory, writable, writable is not None
         self._host, self._topic, self._call = host, topic, call
 
     def meet(self) -> None:
@@ -74,7 +71,7 @@ def allocate(num_bytes: int, host: Group, call: str, *, private: bool = False) -
     if host.store is None:
         with room_for(num_bytes, _PURPOSE):
             populate(memory := mapped(-1, num_bytes))
-        return Shared(memory, host, "", call)
+        return Shared(memory, memory, host, "", call)
     with ExitStack() as until_all_have_it:
         mine: dict[str, Any] = {"bytes": num_bytes}
         with host.failing_together(TOPIC, WAIT_S, call):
@@ -93,18 +90,18 @@ def allocate(num_bytes: int, host: Group, call: str, *, private: bool = False) -
                     f"the ranks of this host share {' and '.join(map(str, sorted(sizes)))} bytes",
                     expected="the same number: the ranks load different models",
                 )
+            writable = None if host.rank else memory
             if host.rank:
                 file = _opened(offered[0])
                 until_all_have_it.callback(os.close, file)
-                memory = mapped(file, num_bytes, private=private)
-                if not private:  # else each page would be this rank's own
-                    populate(memory)
+            if private:  # each page that a rank writes is its own, and is fetched then
+                memory = mapped(file, num_bytes, private=True)
+            elif host.rank:
+                populate(memory := mapped(file, num_bytes))
         except BaseException as error:
             host.fail(topic, error)
             raise
-        shared = Shared(memory, host, topic, call)
-        if private and host.rank == 0:
-            shared = Shared(mapped(file, num_bytes, private=True), host, topic, call, memory)
+        shared = Shared(memory, writable, host, topic, call)
         shared.meet()
     return shared
 
