@@ -208,6 +208,16 @@ def test_rank_that_abandons_stops_those_who_wait_for_it_at_either_meeting(meetin
     assert second is None
 
 
+def test_memory_after_one_that_a_rank_abandoned_is_shared_as_any() -> None:
+    def twice(host: Group) -> Shared:
+        allocate(4096, host, CALL).abandon(MemoryError("no page"))
+        again = allocate(4096, host, CALL)
+        again.meet()
+        return again
+
+    assert [type(end) for end in as_ranks(twice, twice)] == [Shared, Shared]
+
+
 def test_ranks_that_all_come_go_on_from_each_meeting() -> None:
     def meet(host: Group) -> Shared:
         shared = allocate(4096, host, CALL)
