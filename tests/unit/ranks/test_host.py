@@ -49,6 +49,15 @@ def test_ranks_of_two_machines_are_counted_by_their_machines(group: dist.HashSto
     assert found((1, 3), 0) == ((1, 2), 0, True)  # the launcher was told another number
 
 
+def test_place_of_a_rank_is_that_among_the_ranks_of_its_machine(
+    group: dist.HashStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 2)
+    for rank, name in enumerate(("a/1", "b/1", "b/1", "a/1")):
+        group.set(f"wanshim/machine/{rank}", name)
+    assert found() == ((1, 2), 1, True)
+
+
 def test_launcher_that_started_all_ranks_is_believed_and_nobody_is_waited_for(group: dist.HashStore) -> None:
     assert found((1, 4), 0) == ((0, 1, 2, 3), 1, True)
 

@@ -114,3 +114,19 @@ def test_rank_that_cannot_load_ends_the_others_with_its_error() -> None:
     assert isinstance(found[0], FileNotFoundError)
     assert isinstance(found[1], RanksFailed)
     assert "load_once failed on rank 0: FileNotFoundError: model.safetensors" in str(found[1])
+
+
+def test_rank_that_cannot_write_its_weights_ends_the_others_with_its_error() -> None:
+    def full(number: int) -> nn.Module:
+        model = made()
+
+        def load_state_dict(*args: object, **options: object) -> None:
+            raise MemoryError("no page")
+
+        vars(model)["load_state_dict"] = load_state_dict
+        return model
+
+    found, _ = as_ranks(full)
+    assert isinstance(found[0], MemoryError)
+    assert isinstance(found[1], RanksFailed)
+    assert "rank 0 failed: MemoryError: no page" in str(found[1])
