@@ -1,0 +1,262 @@
+"""`diffsynth.encode_cache`: latents, prompt and image embeddings are computed once and read from then on.
+
+DiffSynth's training module runs the pipeline's units on each sample in each step: text encoder, VAE and image encoder
+compute the same in every epoch. With `WANSHIM_ENCODE_CACHE` what such a unit makes of its inputs is kept in a folder,
+under a digest of those inputs (the frames themselves), of all weights of the models that it names, of the code and of
+how the device computes. Any rank and any later run that comes to the same inputs reads it. No bit changes: what draws at
+random, or reads something that was drawn, is computed in each step as before, and the report names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wanshim.adapters.diffsynth.training_road import Row, Run, Step, TrainingCall, step_feature
+from wanshim.settings import Settings
+
+if TYPE_CHECKING:
+    import torch
+
+    from wanshim.core.encoding.call_cache import CallCache
+
+ENGINES = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
+PACKAGES = ("diffsynth", "transformers", "tokenizers", "pillow", "numpy", "wanshim")  # whose code encodes, beside torch
+# Of a pipeline: what runs its units, and where.
+NOT_COMPARED = {"device", "units", "post_units", "unit_runner", "model_fn"}
+
+
+def refusal(call: TrainingCall, read: Settings) -> str | None:
+    """Why nothing is kept in this training job, by name, or None."""
+    engine = call.accelerator.distributed_type.value
+    if engine in ENGINES:
+        return f"{engine} gathers weights in each call, on all ranks at once"
+    if not getattr(call.pipe, "units", None):
+        return "its pipeline has no units"
+    if not any(map(partial(_encodes, call.pipe), call.pipe.units)):
+        return "no unit of its pipeline runs a model: the samples are encoded already"
+    return None
+
+
+def _encodes(pipe: Any, unit: Any) -> bool:
+    """Whether a unit says that it runs a model, and the pipeline has it."""
+    names = getattr(unit, "onload_model_names", None) or ()
+    return any(getattr(pipe, name, None) is not None for name in names)
+
+
+class EncodedUnits:
+    """The units of a pipeline, those that run a model behind the cache.
+
+    Args:
+        run: they are changed until its `undo` ends.
+        cache: of their results.
+    """
+
+    def __init__(self, run: Run, cache: CallCache) -> None:
+        from wanshim.core.resume.draws import Draws
+
+        self._pipe, self._cache, self._device = run.call.pipe, cache, run.call.device
+        self._identities: dict[int, str] = {}  # by id of a unit
+        self._models: dict[str, str] = {}  # identities by name
+        groups = run.call.accelerator.num_processes // run.plan.ranks
+        for unit in self._pipe.units:
+            name = type(unit).__name__
+            if not _encodes(self._pipe, unit):
+                run.undo.replace(unit, "process", partial(self._watched, name))
+                continue
+            if getattr(unit, "take_over", False):
+                cache.left[name] = "it takes over all inputs"
+            elif Draws(unit).held:
+                cache.left[name] = "it holds a generator"
+            sides = 2 if getattr(unit, "seperate_cfg", False) else 1
+            cache.calls_of_an_epoch[name] = -(-len(run.call.dataset) // groups) * sides
+            run.undo.replace(unit, "process", partial(self._kept, name, unit))
+
+    def _watched(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def process(pipe: Any, *args: Any, **inputs: Any) -> Any:
+            compute = partial(original, pipe, *args, **inputs)
+            if not _trains():
+                return compute()
+            return self._cache.watched(name, compute, self._device, (args, inputs))
+
+        return process
+
+    def _kept(self, name: str, unit: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+        watched = self._watched(name, original)
+
+        def process(pipe: Any, *args: Any, **inputs: Any) -> Any:
+            if args or pipe is not self._pipe or not _trains():
+                return watched(pipe, *args, **inputs)
+            return self._cache.result(
+                name, partial(self._identity, unit, original), partial(self._alone, unit, original), inputs, pipe.device
+            )
+
+        return process
+
+    def _alone(self, unit: Any, original: Callable[..., Any], **inputs: Any) -> Any:
+        """Compute, and refuse what cannot be kept for what it did beside."""
+        from wanshim.core.shared.fallback import Fallback
+
+        name, pipe = type(unit).__name__, self._pipe
+        before = {key: id(value) for key, value in vars(pipe).items()}
+        with _calls_of(pipe, set(unit.onload_model_names)) as called:
+            result = original(pipe, **inputs)
+        changed = [key for key, value in vars(pipe).items() if before.get(key) != id(value)]
+        if called or changed:
+            what = f"it runs {called[0]}, which it does not name" if called else f"it sets the pipeline's {changed[0]}"
+            self._cache.left.setdefault(name, what)
+        return result
+
+    def _identity(self, unit: Any, original: Callable[..., Any]) -> str:
+        """All that a unit's results depend on beside its inputs.
+
+        Raises:
+            Fallback: it has no exact form.
+        """
+        from wanshim.core.encoding.files import sha256_json
+        from wanshim.core.encoding.request import numerics
+
+        if id(unit) not in self._identities:
+            self._identities[id(unit)] = self._identity_of_code(unit, original)
+        switches = [_switches(self._pipe), _switches(getattr(self._pipe, "scheduler", None))]
+        return sha256_json([self._identities[id(unit)], switches, numerics(self._device), _kernels(self._device)])
+
+    def _identity_of_code(self, unit: Any, original: Callable[..., Any]) -> str:
+        from wanshim.core.encoding.files import sha256_json
+        from wanshim.core.encoding.identity import class_code, code_identity, value_identity
+        from wanshim.core.encoding.model_identity import model_identity, options_of
+        from wanshim.core.shared.digest import digest
+        from wanshim.core.shared.fallback import Fallback
+        from wanshim.errors import WanshimError
+
+        pipe, named = self._pipe, [name for name in unit.onload_model_names if getattr(self._pipe, name, None) is not None]
+        for name in set(named) - self._models.keys():
+            self._models[name] = model_identity(name, getattr(pipe, name))
+        of = partial(value_identity, of_tensor=digest)
+        try:
+            parts = {
+                "unit": [
+                    class_code(type(unit)),
+                    code_identity(getattr(original, "__func__", original)),
+                    {n: of(v) for n, v in _own(unit, {"process"})},
+                ],
+                "pipe": [class_code(type(pipe)), {n: of(v) for n, v in _own(pipe, NOT_COMPARED) if not _is_switch(v)}],
+            }
+        except WanshimError as error:
+            raise Fallback(error.found) from None
+        others = [
+            [name, class_code(type(model)), options_of(model)] for name, model in pipe.named_children() if name not in named
+        ]
+        return sha256_json([parts, others, {name: self._models[name] for name in named}, _versions()])
+
+
+def _own(value: Any, without: set[str]) -> list[tuple[str, Any]]:
+    """The attributes of an object that it does not owe to torch."""
+    return sorted((n, v) for n, v in vars(value).items() if n not in without and not n.startswith("_"))
+
+
+def _is_switch(value: Any) -> bool:
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _switches(value: Any) -> dict[str, Any]:
+    """The attributes of an object that may change between two calls, as a scheduler's `training`."""
+    return {n: v for n, v in getattr(value, "__dict__", {}).items() if _is_switch(v)}
+
+
+def _kernels(device: torch.device) -> list[Any]:
+    """What chooses kernels beside what `numerics` names."""
+    import torch
+
+    cudnn, chosen = torch.backends.cudnn, torch.are_deterministic_algorithms_enabled()
+    on_device = [cudnn.allow_tf32, cudnn.enabled, cudnn.deterministic, cudnn.benchmark]
+    return [chosen, *(on_device if device.type == "cuda" else [torch.get_num_threads()])]
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = ""
+    return found
+
+
+def _trains() -> bool:
+    """Whether this is a training forward: a validation runs the same units for other ends."""
+    import torch
+
+    return torch.is_grad_enabled()
+
+
+@contextmanager
+def _calls_of(pipe: Any, named: set[str]) -> Iterator[list[str]]:
+    """The names of models of a pipeline that are called in the body, beside those that are named."""
+    called: list[str] = []
+    hooks = []
+    for name, model in pipe.named_children():
+        if name not in named:
+            for module in model.modules():
+                hooks.append(module.register_forward_pre_hook(lambda *_, name=name: called.append(name)))
+    try:
+        yield called
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _apply(run: Run, row: Row) -> None:
+    """Put the units that run a model behind the cache until the run ends."""
+    from wanshim.core.encoding.call_cache import CallCache
+    from wanshim.core.encoding.directory import CacheUnavailable
+    from wanshim.core.shared.files import prompt_cache
+
+    asked = run.read.encode_cache
+    if asked is None:
+        if row.own:
+            row.without_effect("nothing is kept: WANSHIM_ENCODE_CACHE is not set")
+        return
+    folder = prompt_cache() if asked == "auto" else Path(asked).absolute()
+    try:
+        cache = CallCache(folder)
+    except CacheUnavailable as reason:
+        row.without_effect(f"nothing is kept: {reason}")
+        return
+    run.undo.add(cache.close)
+    run.undo.add(lambda: row.end(cache.counts["read"] + cache.counts["computed"], summary(cache, folder)))
+    EncodedUnits(run, cache)
+
+
+def summary(cache: CallCache, folder: Path) -> str:
+    """What became of the calls of a run."""
+    counts = cache.counts
+    parts = [f"{counts['computed']} results were computed and {counts['read']} read in {folder}"]
+    if cache.num_damaged:
+        parts.append(f"{cache.num_damaged} damaged entries were set aside and computed again")
+    if counts["unkept"]:
+        parts.append(f"{counts['unkept']} results could not be kept: {cache.unkept}")
+    parts += [f"{name} is computed in each step: {reason}" for name, reason in sorted(cache.reasons.items())]
+    return "; ".join(parts)
+
+
+STEP = Step(
+    feature="diffsynth.encode_cache",
+    setting="encode_cache",
+    asked=lambda read: read.encode_cache is not None,
+    refusal=refusal,
+    without="nothing is kept of what is encoded",
+    apply=_apply,
+)
+
+FEATURE = step_feature(
+    STEP,
+    summary="latents, prompt and image embeddings are computed once and read from then on",
+    why="encodes each video and each prompt in each step",
+    upstream="https://github.com/modelscope/DiffSynth-Studio/issues/1070",
+    remove_when="DiffSynth keeps what its units compute from a sample alone",
+)
