@@ -62,6 +62,7 @@ class EncodedUnits:
         self._pipe, self._cache, self._device = run.call.pipe, cache, run.call.device
         self._identities: dict[int, str] = {}  # by id of a unit
         self._models: dict[str, str] = {}  # identities by name
+        self._of_pipe = self._pipeline_identity()  # now: a tokenizer changes when it is used
         groups = run.call.accelerator.num_processes // run.plan.ranks
         for unit in self._pipe.units:
             name = type(unit).__name__
@@ -122,41 +123,64 @@ class EncodedUnits:
 
         if id(unit) not in self._identities:
             self._identities[id(unit)] = self._identity_of_code(unit, original)
-        switches = [_switches(self._pipe), _switches(getattr(self._pipe, "scheduler", None))]
+        switches = [_switches(one) for one in (unit, self._pipe, getattr(self._pipe, "scheduler", None))]
         return sha256_json([self._identities[id(unit)], switches, numerics(self._device), _kernels(self._device)])
 
     def _identity_of_code(self, unit: Any, original: Callable[..., Any]) -> str:
         from wanshim.core.encoding.files import sha256_json
-        from wanshim.core.encoding.identity import class_code, code_identity, value_identity
+        from wanshim.core.encoding.identity import class_code, code_identity
         from wanshim.core.encoding.model_identity import model_identity, options_of
-        from wanshim.core.shared.digest import digest
-        from wanshim.core.shared.fallback import Fallback
-        from wanshim.errors import WanshimError
 
-        pipe, named = self._pipe, [name for name in unit.onload_model_names if getattr(self._pipe, name, None) is not None]
+        pipe = self._pipe
+        named = [name for name in unit.onload_model_names if getattr(pipe, name, None) is not None]
         for name in set(named) - self._models.keys():
             self._models[name] = model_identity(name, getattr(pipe, name))
-        of = partial(value_identity, of_tensor=digest)
-        try:
-            parts = {
-                "unit": [
-                    class_code(type(unit)),
-                    code_identity(getattr(original, "__func__", original)),
-                    {n: of(v) for n, v in _own(unit, {"process"})},
-                ],
-                "pipe": [class_code(type(pipe)), {n: of(v) for n, v in _own(pipe, NOT_COMPARED) if not _is_switch(v)}],
-            }
-        except WanshimError as error:
-            raise Fallback(error.found) from None
         others = [
-            [name, class_code(type(model)), options_of(model)] for name, model in pipe.named_children() if name not in named
+            [name, class_code(type(model)), options_of(model)]
+            for name, model in pipe.named_children()
+            if name not in named
         ]
-        return sha256_json([parts, others, {name: self._models[name] for name in named}, _versions()])
+        with _in_words():
+            own = [code_identity(getattr(original, "__func__", original)), _contents(unit, {"process"})]
+        of_models = {name: self._models[name] for name in named}
+        return sha256_json([class_code(type(unit)), own, self._of_pipe(), others, of_models, _versions()])
+
+    def _pipeline_identity(self) -> Callable[[], str]:
+        """The identity of the pipeline without its models, or the error that there is none."""
+        from wanshim.core.encoding.identity import class_code
+        from wanshim.core.shared.fallback import Fallback
+
+        try:
+            with _in_words():
+                found = f"{class_code(type(self._pipe))} {_contents(self._pipe, NOT_COMPARED)}"
+        except Fallback as error:
+            return partial(_raise, error)
+        return lambda: found
 
 
-def _own(value: Any, without: set[str]) -> list[tuple[str, Any]]:
-    """The attributes of an object that it does not owe to torch."""
-    return sorted((n, v) for n, v in vars(value).items() if n not in without and not n.startswith("_"))
+def _raise(error: Exception) -> Any:
+    raise error
+
+
+@contextmanager
+def _in_words() -> Iterator[None]:
+    """A value without an exact form is a reason to keep nothing."""
+    from wanshim.core.shared.fallback import Fallback
+    from wanshim.errors import WanshimError
+
+    try:
+        yield
+    except WanshimError as error:
+        raise Fallback(error.found) from None
+
+
+def _contents(value: Any, without: set[str]) -> dict[str, str]:
+    """The attributes of an object that are neither torch's nor switches."""
+    from wanshim.core.encoding.identity import value_identity
+    from wanshim.core.shared.digest import digest
+
+    own = {n: v for n, v in sorted(vars(value).items()) if n not in without and not n.startswith("_")}
+    return {n: value_identity(v, digest) for n, v in own.items() if not _is_switch(v)}
 
 
 def _is_switch(value: Any) -> bool:

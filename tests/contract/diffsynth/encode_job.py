@@ -6,11 +6,13 @@ for each call of the VAE's encode and of the text encoder.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
 import signal
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from diffsynth.diffusion import ModelLogger
 from wanshim.adapters.diffsynth.resuming.run import ended
 from wanshim.demo import train_lora, wan_checkpoint
 
-HEIGHT, WIDTH, FRAMES = 32, 48, 5
+HEIGHT, WIDTH, FRAMES = 32, 32, 5
 VIDEOS = 3
 
 
@@ -67,12 +69,21 @@ class Flipped(UnifiedDataset):  # type: ignore[misc]
         return sample  # type: ignore[no-any-return]
 
 
+@cache
+def _loaded(checkpoint: Path) -> train_lora.LoraTraining:
+    """A module as its script makes it; a test makes several, and reading the files takes longer than an epoch."""
+    files = wan_checkpoint.CheckpointFiles(checkpoint)
+    wan_checkpoint.register(files, dit=wan_checkpoint.DIT | {"num_layers": 2})
+    torch.manual_seed(11)
+    return train_lora.LoraTraining(files, torch.device("cpu"), 2, checkpointing=True)
+
+
 class Training(train_lora.LoraTraining):
     """Args: seen, encoded: files; killed: (calls of the VAE's encode, after which the process kills itself)."""
 
-    def __init__(self, files: Any, seen: Path, encoded: Path, killed: int | None = None) -> None:
-        wan_checkpoint.register(files, dit=wan_checkpoint.DIT | {"num_layers": 2})
-        super().__init__(files, torch.device("cpu"), 2, checkpointing=True)
+    def __init__(self, checkpoint: Path, seen: Path, encoded: Path, killed: int | None = None) -> None:
+        torch.nn.Module.__init__(self)
+        vars(self).update(vars(copy.deepcopy(_loaded(checkpoint))))
         self.seen, self.encoded, self.left = seen, encoded, killed
         for model, name in ((self.pipe.vae, "encode"), (self.pipe.text_encoder, "forward")):
             self._count(type(model), name)
@@ -115,9 +126,8 @@ def train(
     accelerator = Accelerator(gradient_accumulation_steps=accumulation)
     rank = accelerator.process_index
     folder.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(11)
     module = Training(
-        wan_checkpoint.CheckpointFiles(checkpoint),
+        checkpoint,
         *(folder / f"{kind}.{rank}.{attempt}.jsonl" for kind in ("seen", "encoded")),
         killed if only in (None, rank) else None,
     )
