@@ -31,14 +31,15 @@ HEIGHT, WIDTH, FRAMES = 32, 32, 5
 VIDEOS = 3
 
 
-def write_data(folder: Path, videos: int = VIDEOS, prompts: tuple[str, ...] = ("a ball", "a box")) -> Path:
-    """Video files and their metadata; neighbouring videos have prompts in turn."""
+def write_data(folder: Path, kind: str = "mp4", videos: int = VIDEOS) -> Path:
+    """Video files and their metadata; neighbouring videos have two prompts in turn."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for number in range(videos):
         frames = np.random.default_rng(number).integers(0, 256, (FRAMES, HEIGHT, WIDTH, 3), dtype=np.uint8)
-        imageio.mimwrite(folder / f"{number}.mp4", list(frames), fps=24, macro_block_size=1)
-        rows.append({"video": f"{number}.mp4", "prompt": prompts[number % len(prompts)]})
+        options = {"fps": 24, "macro_block_size": 1} if kind == "mp4" else {}
+        imageio.mimwrite(folder / f"{number}.{kind}", list(frames), **options)
+        rows.append({"video": f"{number}.{kind}", "prompt": ("a ball", "a box")[number % 2]})
     (folder / "metadata.json").write_text(json.dumps(rows))
     return folder
 
@@ -79,17 +80,19 @@ def _loaded(checkpoint: Path) -> train_lora.LoraTraining:
 
 
 class Training(train_lora.LoraTraining):
-    """Args: seen, encoded: files; killed: (calls of the VAE's encode, after which the process kills itself)."""
+    """Args: seen, encoded: files; killed, killed_at: as of `train`."""
 
-    def __init__(self, checkpoint: Path, seen: Path, encoded: Path, killed: int | None = None) -> None:
+    def __init__(
+        self, checkpoint: Path, seen: Path, encoded: Path, killed: int | None = None, killed_at: int | None = None
+    ) -> None:
         torch.nn.Module.__init__(self)
         vars(self).update(vars(copy.deepcopy(_loaded(checkpoint))))
-        self.seen, self.encoded, self.left = seen, encoded, killed
+        self.seen, self.encoded, self.left, self.forwards = seen, encoded, killed, killed_at
         for model, name in ((self.pipe.vae, "encode"), (self.pipe.text_encoder, "forward")):
             self._count(type(model), name)
 
     def _count(self, cls: type, name: str) -> None:
-        """As a class of the user's own that counts: on the class, so that the instance stays plain."""
+        """Count on the class: the instance stays plain."""
         original = vars(cls)[name]
         original = getattr(original, "counted", original)
 
@@ -106,6 +109,10 @@ class Training(train_lora.LoraTraining):
         setattr(cls, name, call)
 
     def forward(self, data: Any, inputs: Any = None) -> torch.Tensor:
+        if self.forwards is not None:
+            self.forwards -= 1
+            if self.forwards < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
         loss = super().forward(data, inputs)
         with self.seen.open("a") as file:
             file.write(json.dumps([data["prompt"], loss.item()]) + "\n")
@@ -114,10 +121,10 @@ class Training(train_lora.LoraTraining):
 
 def train(
     folder: Path, data: Path, checkpoint: Path, epochs: int = 3, accumulation: int = 1, attempt: int = 0,
-    killed: int | None = None, only: int | None = None, seed: int = 5, repeat: int = 1,
+    killed: int | None = None, killed_at: int | None = None, seed: int = 5, repeat: int = 1,
     change: Callable[[Any], None] | None = None, samples: Any = None, **options: Any,
 ) -> Training:  # fmt: skip
-    """Args: killed: after so many calls of the VAE's encode; only: in this rank; change: of the module."""
+    """Args: killed, killed_at: after so many calls of the VAE's encode, or forwards; change: of the module."""
     from diffsynth.diffusion import runner
 
     ended.clear()  # as in a new process
@@ -129,7 +136,8 @@ def train(
     module = Training(
         checkpoint,
         *(folder / f"{kind}.{rank}.{attempt}.jsonl" for kind in ("seen", "encoded")),
-        killed if only in (None, rank) else None,
+        killed,
+        killed_at,
     )
     if change is not None:
         change(module)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -14,12 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("diffsynth.diffusion.runner", reason="DiffSynth 1 trains through other code")
-imageio_ffmpeg = pytest.importorskip("imageio_ffmpeg")
-
 import wanshim as product
 from tests.contract.diffsynth import encode_job as job
+from tests.contract.diffsynth import resume_runs
+from tests.contract.diffsynth.resume_runs import said
 from wanshim.adapters.diffsynth import encode_cache
+from wanshim.core.encoding.cache import EmbeddingCache
+from wanshim.core.encoding.directory import CacheDirectory
+from wanshim.core.model_split.side_models import HOST, moved_to
 from wanshim.errors import WanshimError
 
 FEATURE = "diffsynth.encode_cache"
@@ -31,7 +35,8 @@ Change = Callable[[Any], None]
 @cache
 def _made() -> Path:
     folder = Path(mkdtemp())
-    job.write_data(folder / "data")
+    for kind in ("mp4", "gif"):  # the second without a process for each file
+        job.write_data(folder / kind, kind)
     job.write_checkpoint(folder / "checkpoint")
     return folder
 
@@ -40,8 +45,8 @@ def _made() -> Path:
 def train(tmp_path: Path) -> Iterator[Callable[..., Path]]:
     """A training in a folder of its own, which is returned."""
 
-    def run(name: str, **options: Any) -> Path:
-        job.train(tmp_path / name, _made() / "data", _made() / "checkpoint", **options)
+    def run(name: str, kind: str = "gif", epochs: int = 2, **options: Any) -> Path:
+        job.train(tmp_path / name, _made() / kind, _made() / "checkpoint", epochs=epochs, **options)
         return tmp_path / name
 
     with pytest.MonkeyPatch.context() as patch:
@@ -50,9 +55,9 @@ def train(tmp_path: Path) -> Iterator[Callable[..., Path]]:
 
 
 @cache
-def _plain_run(**options: Any) -> Path:
+def _plain_run(kind: str = "gif", epochs: int = 2, **options: Any) -> Path:
     folder = Path(mkdtemp())
-    job.train(folder, _made() / "data", _made() / "checkpoint", **options)
+    job.train(folder, _made() / kind, _made() / "checkpoint", epochs=epochs, **options)
     return folder
 
 
@@ -86,21 +91,22 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def test_each_sample_is_encoded_once_with_the_bits_of_the_run_without(train: Any, activate: Any) -> None:
-    expected = _plain_run()
+    options = {"kind": "mp4", "epochs": 3}
+    expected = _plain_run(**options)
     assert job.encoded(expected) == {"encode": 9, "forward": 9}
     folder = activate()
-    found = train("ours")
+    found = train("ours", **options)
     assert _same(found, expected)
     assert job.encoded(found) == {"encode": 3, "forward": 2}  # three videos, two prompts
     assert len(_entries(folder)) == 5
     assert f"5 results were computed and 13 read in {folder}" in _notes()
-    later = train("later")
+    later = train("later", **options)
     assert _same(later, expected)
     assert job.encoded(later) == {"encode": 0, "forward": 0}
 
 
 def test_accumulated_and_repeated_samples(train: Any, activate: Any) -> None:
-    options = {"accumulation": 2, "repeat": 2, "epochs": 2}
+    options = {"accumulation": 2, "repeat": 2, "epochs": 1}
     expected = _plain_run(**options)
     activate()
     found = train("ours", **options)
@@ -108,14 +114,49 @@ def test_accumulated_and_repeated_samples(train: Any, activate: Any) -> None:
     assert job.encoded(found) == {"encode": 3, "forward": 2}
 
 
-def test_planned_run_keeps_too(train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = _plain_run()
-    monkeypatch.setenv("WANSHIM_ENCODE_CACHE", f"{tmp_path}/cache")
-    monkeypatch.setenv("WANSHIM_PLAN", "auto")
-    product.activate()
-    found = train("ours")
-    assert _same(found, expected)
+@pytest.fixture
+def activate_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """As `wanshim run --gpus 1`."""
+
+    def on() -> None:
+        monkeypatch.setenv("WANSHIM_ENCODE_CACHE", f"{tmp_path}/cache")
+        monkeypatch.setenv("WANSHIM_PLAN", "auto")
+        product.activate()
+
+    return on
+
+
+def test_planned_run_encodes_before_it_trains_and_its_encoders_leave(
+    train: Any, activate_planned: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    modules: list[Any] = []
+    activate_planned()
+    found = train("ours", change=modules.append)
+    assert _same(found, _plain_run())
     assert job.encoded(found) == {"encode": 3, "forward": 2}
+    assert [moved_to(getattr(modules[0].pipe, name)) for name in ("text_encoder", "vae", "dit")] == [HOST, HOST, None]
+    (note,) = (one for one in product.report().row("diffsynth.model_split").notes if "wait in host memory" in one)
+    assert re.match(r"text_encoder and vae \(.*\) wait in host memory: what they encode is there", note)
+    assert "encoding: 100%" in capfd.readouterr().err
+    assert "5 results were computed and 13 read" in _notes()  # and 6 samples of two epochs, each with its prompt
+
+
+def test_planned_run_of_samples_that_are_drawn_keeps_its_vae(train: Any, activate_planned: Any) -> None:
+    modules: list[Any] = []
+    expected = train("plain", change=_sampling_vae)
+    activate_planned()
+    found = train("ours", change=lambda module: (_sampling_vae(module), modules.append(module)))
+    assert _same(found, expected)
+    assert [moved_to(getattr(modules[0].pipe, name)) for name in ("text_encoder", "vae")] == [HOST, None]
+
+
+def test_sample_that_cannot_be_read_before_is_the_training_s_to_fail(train: Any, activate_planned: Any) -> None:
+    samples = job.dataset(_made() / "gif")
+    samples.data[2]["video"] = "missing.gif"
+    activate_planned()
+    with pytest.raises(FileNotFoundError, match="missing"):
+        train("ours", samples=samples)
+    assert "samples are encoded in training, not before: FileNotFoundError" in _notes()
 
 
 def test_without_the_variable_nothing_is_kept(train: Any) -> None:
@@ -159,8 +200,8 @@ def test_full_disk_is_said_and_the_run_goes_on(train: Any, activate: Any, monkey
     monkeypatch.setattr(os, "fsync", full)
     found = train("ours")
     assert _same(found, _plain_run())
-    assert job.encoded(found) == {"encode": 9, "forward": 9}
-    assert "18 results could not be kept: cannot write" in _notes()
+    assert job.encoded(found) == {"encode": 6, "forward": 6}
+    assert "12 results could not be kept: cannot write" in _notes()
     assert "No space left on device" in _notes()
     assert not list(folder.iterdir())
 
@@ -281,7 +322,7 @@ def _trained_text_encoder(module: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "reason", "encoded"),
     [
-        (_sampling_vae, f"{VIDEO_UNIT} is computed in each step: it draws at random", {"encode": 9, "forward": 2}),
+        (_sampling_vae, f"{VIDEO_UNIT} is computed in each step: it draws at random", {"encode": 6, "forward": 2}),
         (_trained_text_encoder, f"{PROMPT_UNIT} is computed in each step: text_encoder trains", {"encode": 3}),
         (_with_unit(_reads_noise), "Own is computed in each step: it reads noise, which WanVideoUnit_Noise", {}),
         (_with_unit(_swallows_the_refusal), "Own is computed in each step: it reads noise, which", {}),
@@ -304,7 +345,7 @@ def test_what_is_not_kept_is_named_and_computed_in_each_step(
 
 def test_samples_that_the_dataset_draws_are_not_kept_for_long(train: Any, activate: Any) -> None:
     def samples() -> Any:
-        made = job.dataset(_made() / "data")
+        made = job.dataset(_made() / "gif")
         made.__class__ = job.Flipped
         return made
 
@@ -356,3 +397,66 @@ def _call(units: list[Any], engine: str = "NO") -> Any:
 def test_refusals(call: Any, reason: str | None) -> None:
     found = encode_cache.refusal(call, None)  # type: ignore[arg-type]
     assert (found is None) if reason is None else reason in str(found)
+
+
+# Processes of their own
+
+
+def _start(folder: Path, processes: int = 1, cache: Path | None = None, more: Any = None, **options: Any) -> list[int]:
+    made = {"data": _made() / "gif", "checkpoint": _made() / "checkpoint", "epochs": 2}
+    ours = {"WANSHIM_ENCODE_CACHE": str(cache)} if cache is not None else {}
+    variables = {"WANSHIM_FEATURES": "auto" if cache is not None or more else "none", **ours, **(more or {})}
+    return resume_runs.start(folder, processes, variables, module="encode_job", **made | options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["", pytest.param("sequence", marks=pytest.mark.sweep)], ids=["own", "sequence"])
+def test_two_ranks_share_what_either_encodes(plan: str, tmp_path: Path) -> None:
+    more = {"WANSHIM_PLAN": plan} if plan else {}
+    options = {"processes": 2, "epochs": 3, "data": _made() / "mp4", "more": more}
+    assert not any(_start(tmp_path / "plain", **options)), said(tmp_path / "plain")
+    assert not any(_start(tmp_path / "ours", cache=tmp_path / "cache", **options)), said(tmp_path / "ours")
+    assert _same(tmp_path / "ours", tmp_path / "plain")
+    assert job.encoded(tmp_path / "ours") == {"encode": 3, "forward": 2}
+    assert sum(job.encoded(tmp_path / "plain").values()) > 5
+
+
+@pytest.mark.slow
+def test_run_killed_in_its_first_epoch_leaves_whole_entries_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    assert _start(tmp_path / "killed", cache=folder, killed=1) == [-9], said(tmp_path / "killed")
+    kept = _entries(folder)
+    assert kept
+    with CacheDirectory(folder) as directory:
+        cache = EmbeddingCache(directory)
+        assert all(cache.load(path.stem) for path in kept)
+    assert not any(_start(tmp_path / "ours", cache=folder)), said(tmp_path / "ours")
+    assert _same(tmp_path / "ours", _plain_run())
+    assert job.encoded(tmp_path / "ours")["encode"] == 2  # one was there
+    assert not [path for path in folder.iterdir() if path.suffix != ".safetensors"]
+
+
+@pytest.mark.slow
+def test_resumed_run_is_the_run_that_was_never_stopped(tmp_path: Path) -> None:
+    state = {"WANSHIM_RESUME": "auto", "WANSHIM_SAVE_EVERY": "1"}
+    given = {"cache": tmp_path / "cache", "more": state}
+    assert _start(tmp_path / "ours", killed_at=4, **given) == [-9], said(tmp_path / "ours")
+    assert not any(_start(tmp_path / "ours", attempt=1, seed=99, **given)), said(tmp_path / "ours", 1)
+    assert job.files(tmp_path / "ours") == job.files(_plain_run())
+    plain, ours = job.losses(_plain_run()), job.losses(tmp_path / "ours")
+    assert ours[:4] == plain[:4]
+    assert ours[4:] == plain[-len(ours[4:]) :]
+    assert job.encoded(tmp_path / "ours") == {"encode": 3, "forward": 2}
+
+
+@pytest.mark.slow
+def test_two_runs_at_once_share_one_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    with ThreadPoolExecutor() as both:
+        runs = [both.submit(_start, tmp_path / name, cache=folder) for name in "ab"]
+    assert [run.result() for run in runs] == [[0], [0]], said(tmp_path / "a") + said(tmp_path / "b")
+    for name in "ab":
+        assert _same(tmp_path / name, _plain_run())
+    counts = [job.encoded(tmp_path / name) for name in "ab"]
+    assert sum(count["encode"] for count in counts) == 3
+    assert sum(count["forward"] for count in counts) == 2

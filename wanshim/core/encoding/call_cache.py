@@ -130,9 +130,7 @@ class CallCache:
         """Whether every sample has been seen before."""
         return self._calls[name] > self.calls_of_an_epoch.get(name, self._calls[name])
 
-    def _leave(
-        self, name: str, reason: str, compute: Compute, inputs: Mapping[str, Any], device: torch.device
-    ) -> Any:
+    def _leave(self, name: str, reason: str, compute: Compute, inputs: Mapping[str, Any], device: torch.device) -> Any:
         self.left.setdefault(name, reason)
         return self.watched(name, lambda: compute(**inputs), device, inputs)
 
@@ -145,9 +143,7 @@ class CallCache:
         tensors, described = found
         return unpacked(described, tensors, inputs, device)
 
-    def _compute(
-        self, name: str, key: str, compute: Compute, inputs: Mapping[str, Any], device: torch.device
-    ) -> Any:
+    def _compute(self, name: str, key: str, compute: Compute, inputs: Mapping[str, Any], device: torch.device) -> Any:
         """Compute, and keep the result if another call with these inputs has the same one."""
         drawn = self._drawn_of(inputs)
         stand_ins = {n: Withheld.of(value) for n, value in inputs.items() if id(value) in drawn}
@@ -178,7 +174,9 @@ class CallCache:
             self._save(key, tensors, {"call": name, **outputs})
             self._late[name] += self._is_late(name)
             if self._late[name] >= MOST_LATE and not self.unkept:
-                self.left[name] = self.reasons[name] = "its inputs differ from epoch to epoch: something draws them at random"
+                self.left[name] = self.reasons[name] = (
+                    "its inputs differ from epoch to epoch: something draws them at random"
+                )
         return self._with_inputs(result, stand_ins, inputs)
 
     @staticmethod

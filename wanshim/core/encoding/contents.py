@@ -21,9 +21,9 @@ from wanshim.errors import WanshimError
 _READERS = 8  # frames of a video that are read at once
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 # What a withheld tensor says of itself without being read.
-_METADATA = {
-    getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad")
-} | {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.stride, torch.Tensor.is_floating_point}  # fmt: skip
+_PROPERTIES = ("shape", "dtype", "device", "ndim", "layout", "requires_grad")
+_METHODS = ("size", "dim", "numel", "stride", "is_floating_point")
+_METADATA = {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES} | {getattr(torch.Tensor, n) for n in _METHODS}
 
 
 class WithheldRead(Exception):
