@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -42,23 +42,29 @@ def _made() -> Path:
 
 
 @pytest.fixture
-def train(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+def train(tmp_path: Path) -> Callable[..., Path]:
     """A training in a folder of its own, which is returned."""
 
     def run(name: str, kind: str = "gif", epochs: int = 2, **options: Any) -> Path:
         job.train(tmp_path / name, _made() / kind, _made() / "checkpoint", epochs=epochs, **options)
         return tmp_path / name
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_CPU", "true")
-        yield run
+    return run
 
 
 @cache
 def _plain_run(kind: str = "gif", epochs: int = 2, **options: Any) -> Path:
+    assert not product.report().selected
     folder = Path(mkdtemp())
     job.train(folder, _made() / kind, _made() / "checkpoint", epochs=epochs, **options)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _plain_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run that others are compared with is DiffSynth's own: nothing is active yet."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    _plain_run()
 
 
 @pytest.fixture
@@ -135,10 +141,10 @@ def test_planned_run_encodes_before_it_trains_and_its_encoders_leave(
     assert _same(found, _plain_run())
     assert job.encoded(found) == {"encode": 3, "forward": 2}
     assert [moved_to(getattr(modules[0].pipe, name)) for name in ("text_encoder", "vae", "dit")] == [HOST, HOST, None]
-    (note,) = (one for one in product.report().row("diffsynth.model_split").notes if "wait in host memory" in one)
+    (note,) = (one for one in product.report().row("diffsynth.model_split").notes if "what they encode" in one)
     assert re.match(r"text_encoder and vae \(.*\) wait in host memory: what they encode is there", note)
     assert "encoding: 100%" in capfd.readouterr().err
-    assert "5 results were computed and 13 read" in _notes()  # and 6 samples of two epochs, each with its prompt
+    assert "5 results were computed and 13 read" in _notes()  # three samples before and six, each with its prompt
 
 
 def test_planned_run_of_samples_that_are_drawn_keeps_its_vae(train: Any, activate_planned: Any) -> None:
@@ -410,7 +416,9 @@ def _start(folder: Path, processes: int = 1, cache: Path | None = None, more: An
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["", pytest.param("sequence", marks=pytest.mark.sweep)], ids=["own", "sequence"])
+@pytest.mark.parametrize(
+    "plan", ["", *(pytest.param(plan, marks=pytest.mark.sweep) for plan in ("auto", "sequence"))], ids=str
+)
 def test_two_ranks_share_what_either_encodes(plan: str, tmp_path: Path) -> None:
     more = {"WANSHIM_PLAN": plan} if plan else {}
     options = {"processes": 2, "epochs": 3, "data": _made() / "mp4", "more": more}

@@ -145,7 +145,7 @@ def test_results_that_share_memory_are_not_kept(cache: CallCache) -> None:
 def test_input_without_an_exact_form_is_a_reason(cache: CallCache) -> None:
     encoder = Encoder(lambda stream: {"out": torch.ones(1)})
     ask(cache, encoder, stream=iter([1]))
-    with open(__file__) as file:
+    with Path(__file__).open() as file:
         ask(cache, encoder, stream=file)
     assert "has no exact form" in cache.reasons["encoder"]
 
