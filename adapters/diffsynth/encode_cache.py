@@ -86,13 +86,23 @@ class EncodedUnits:
     """
 
     def __init__(self, call: TrainingCall, read: Settings, cache: CallCache, undo: Undo) -> None:
+        from wanshim.core.encoding.files import sha256_json
+        from wanshim.core.encoding.identity import class_code
         from wanshim.core.resume.draws import Draws
+        from wanshim.core.shared.fallback import Fallback
 
         self._pipe, self._device, self.cache = call.pipe, call.device, cache
         self._modes = [read.vae_encode, read.vae_fast, read.fast]  # of the VAE, whose bits may differ
         self._identities: dict[int, str] = {}  # by id of a unit
         self._models: dict[str, str] = {}  # identities by name
-        self._of_pipe = self._pipeline_identity()  # now: a tokenizer changes when it is used
+        self._of_pipe, reason = "", ""
+        try:
+            with _in_words():  # now: a tokenizer changes when it is used
+                self._of_pipe = sha256_json(
+                    [class_code(type(self._pipe)), _contents(self._pipe, NOT_COMPARED), _versions()]
+                )
+        except Fallback as error:
+            reason = str(error)
         for unit in self._pipe.units:
             name = type(unit).__name__
             if not _encodes(self._pipe, unit):
@@ -100,8 +110,8 @@ class EncodedUnits:
                 continue
             if getattr(unit, "take_over", False):
                 cache.left[name] = "it takes over all inputs"
-            elif Draws(unit).held:
-                cache.left[name] = "it holds a generator"
+            elif reason or Draws(unit).held:
+                cache.left[name] = reason or "it holds a generator"
             sides = 2 if getattr(unit, "seperate_cfg", False) else 1
             cache.calls_of_an_epoch[name] = len(call.dataset) * sides  # at most: ranks share them
             undo.replace(unit, "process", partial(self._kept, name, unit))
@@ -151,24 +161,32 @@ class EncodedUnits:
         def process(pipe: Any, *args: Any, **inputs: Any) -> Any:
             if args or pipe is not self._pipe or not _trains():
                 return watched(pipe, *args, **inputs)
-            return self.cache.result(
-                name, partial(self._identity, unit, original), partial(self._alone, unit, original), inputs, pipe.device
-            )
+            identity, compute = partial(self._identity, unit, original), partial(original, pipe)
+            return self.cache.result(name, identity, compute, inputs, pipe.device, partial(self._beside, unit))
 
         return process
 
-    def _alone(self, unit: Any, original: Callable[..., Any], **inputs: Any) -> Any:
-        """Compute, and refuse what cannot be kept for what it did beside."""
-
-        name, pipe = type(unit).__name__, self._pipe
+    @contextmanager
+    def _beside(self, unit: Any) -> Iterator[list[str]]:
+        """What a unit does in the body beside its result."""
+        pipe, named = self._pipe, set(unit.onload_model_names)
+        done: list[str] = []
+        others = [(name, model) for name, model in pipe.named_children() if name not in named]
+        hooks = [
+            module.register_forward_pre_hook(
+                lambda *_, name=name: done.append(f"it runs {name}, which it does not name")
+            )
+            for name, model in others
+            for module in model.modules()
+        ]
         before = {key: id(value) for key, value in vars(pipe).items()}
-        with _calls_of(pipe, set(unit.onload_model_names)) as called:
-            result = original(pipe, **inputs)
-        changed = [key for key, value in vars(pipe).items() if before.get(key) != id(value)]
-        if called or changed:
-            what = f"it runs {called[0]}, which it does not name" if called else f"it sets the pipeline's {changed[0]}"
-            self.cache.left.setdefault(name, what)
-        return result
+        try:
+            yield done
+        finally:
+            for hook in hooks:
+                hook.remove()
+        changed = (key for key, value in vars(pipe).items() if before.get(key) != id(value))
+        done += [f"it sets the pipeline's {key}" for key in changed]
 
     def _identity(self, unit: Any, original: Callable[..., Any]) -> str:
         """All that a unit's results depend on beside its inputs.
@@ -199,23 +217,7 @@ class EncodedUnits:
         with _in_words():
             own = [code_identity(getattr(original, "__func__", original)), _contents(unit, {"process"})]
         of_models = {name: self._models[name] for name in named}
-        return sha256_json([class_code(type(unit)), own, self._of_pipe(), others, of_models, self._modes, _versions()])
-
-    def _pipeline_identity(self) -> Callable[[], str]:
-        """The identity of the pipeline without its models, or the error that there is none."""
-        from wanshim.core.encoding.identity import class_code
-        from wanshim.core.shared.fallback import Fallback
-
-        try:
-            with _in_words():
-                found = f"{class_code(type(self._pipe))} {_contents(self._pipe, NOT_COMPARED)}"
-        except Fallback as error:
-            return partial(_raise, error)
-        return lambda: found
-
-
-def _raise(error: Exception) -> Any:
-    raise error
+        return sha256_json([class_code(type(unit)), own, self._of_pipe, others, of_models, self._modes])
 
 
 @contextmanager
@@ -272,22 +274,6 @@ def _trains() -> bool:
     import torch
 
     return torch.is_grad_enabled()
-
-
-@contextmanager
-def _calls_of(pipe: Any, named: set[str]) -> Iterator[list[str]]:
-    """The names of models of a pipeline that are called in the body, beside those that are named."""
-    called: list[str] = []
-    hooks = []
-    for name, model in pipe.named_children():
-        if name not in named:
-            for module in model.modules():
-                hooks.append(module.register_forward_pre_hook(lambda *_, name=name: called.append(name)))
-    try:
-        yield called
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 _behind: WeakKeyDictionary[Any, EncodedUnits] = WeakKeyDictionary()  # pipeline -> its units

@@ -11,7 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,13 @@ class CallCache:
         return result
 
     def result(
-        self, name: str, identity: Callable[[], str], compute: Compute, inputs: Mapping[str, Any], device: torch.device
+        self,
+        name: str,
+        identity: Callable[[], str],
+        compute: Compute,
+        inputs: Mapping[str, Any],
+        device: torch.device,
+        beside: Callable[[], AbstractContextManager[list[str]]] = lambda: nullcontext([]),
     ) -> Any:
         """The result of `compute(**inputs)`, read if it is there, else computed and kept.
 
@@ -101,6 +107,7 @@ class CallCache:
             name: of the call, for people.
             identity: of all that it depends on beside its inputs; raises Fallback if that has none.
             device: on which results come that are not on the CPU.
+            beside: a context of a call that is computed to be kept; its list has what the call did beside its result.
         """
         try:
             if name in self.left:
@@ -116,7 +123,7 @@ class CallCache:
             return found
         with self._turn(key):
             found = self._read(name, key, inputs, device)  # another process may have computed it meanwhile
-            return found if found is not None else self._compute(name, key, compute, inputs, device)
+            return found if found is not None else self._compute(name, key, compute, inputs, device, beside)
 
     def _content(self, inputs: Mapping[str, Any]) -> str:
         return content(dict(sorted(inputs.items())), self._drawn_of(inputs))
@@ -143,21 +150,22 @@ class CallCache:
         tensors, described = found
         return unpacked(described, tensors, inputs, device)
 
-    def _compute(self, name: str, key: str, compute: Compute, inputs: Mapping[str, Any], device: torch.device) -> Any:
+    def _compute(
+        self, name: str, key: str, compute: Compute, inputs: Mapping[str, Any], device: torch.device, beside: Any
+    ) -> Any:
         """Compute, and keep the result if another call with these inputs has the same one."""
         drawn = self._drawn_of(inputs)
         stand_ins = {n: Withheld.of(value) for n, value in inputs.items() if id(value) in drawn}
         given, before, described = {**inputs, **stand_ins}, draw_states(device), self._content(inputs)
-        try:
+        result = None
+        with suppress(WithheldRead), beside() as done:
             result = compute(**given)
-        except WithheldRead:
-            result = None
         read = next((n for n, stand_in in stand_ins.items() if stand_in.is_read), None)
         if read is not None:
             return self._leave(name, f"it reads {read}, which {drawn[id(inputs[read])]} draws", compute, inputs, device)
         try:
-            if name in self.left:  # by the call itself
-                raise Fallback(self.left[name])
+            if done:
+                raise Fallback(done[0])
             if before != draw_states(device):
                 raise Fallback("it draws at random")
             if self._content(inputs) != described:
