@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -99,7 +98,11 @@ class EncodedUnits:
         try:
             with _in_words():  # now: a tokenizer changes when it is used
                 self._of_pipe = sha256_json(
-                    [class_code(type(self._pipe)), _contents(self._pipe, NOT_COMPARED), _versions()]
+                    [
+                        class_code(type(self._pipe)),
+                        _contents(self._pipe, NOT_COMPARED),
+                        {name: version(name) for name in PACKAGES},
+                    ]
                 )
         except Fallback as error:
             reason = str(error)
@@ -259,14 +262,14 @@ def _kernels(device: torch.device) -> list[Any]:
     return [chosen, *(on_device if device.type == "cuda" else [torch.get_num_threads()])]
 
 
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = ""
-    return found
+def version(package: str) -> str:
+    """The installed version of a package, or nothing."""
+    from importlib import metadata  # needed by few: not at activation
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def _trains() -> bool:
