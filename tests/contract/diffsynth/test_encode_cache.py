@@ -147,6 +147,7 @@ def test_planned_run_encodes_before_it_trains_and_its_encoders_leave(
     assert "5 results were computed and 13 read" in _notes()  # three samples before and six, each with its prompt
 
 
+@pytest.mark.slow
 def test_planned_run_of_samples_that_are_drawn_keeps_its_vae(train: Any, activate_planned: Any) -> None:
     modules: list[Any] = []
     expected = train("plain", change=_sampling_vae)
@@ -156,6 +157,7 @@ def test_planned_run_of_samples_that_are_drawn_keeps_its_vae(train: Any, activat
     assert [moved_to(getattr(modules[0].pipe, name)) for name in ("text_encoder", "vae")] == [HOST, None]
 
 
+@pytest.mark.slow
 def test_sample_that_cannot_be_read_before_is_the_training_s_to_fail(train: Any, activate_planned: Any) -> None:
     samples = job.dataset(_made() / "gif")
     samples.data[2]["video"] = "missing.gif"
@@ -171,6 +173,7 @@ def test_without_the_variable_nothing_is_kept(train: Any) -> None:
     assert "nothing is kept: WANSHIM_ENCODE_CACHE is not set" in _notes()
 
 
+@pytest.mark.slow
 def test_nothing_stays_of_it(train: Any, activate: Any) -> None:
     activate()
     modules = []
@@ -228,6 +231,7 @@ def _other_vae(module: Any) -> None:
     module.pipe.vae.model.encoder.conv1.bias.data[0] += 1
 
 
+@pytest.mark.slow
 def test_another_vae_encodes_again_and_prompts_are_read(train: Any, activate: Any) -> None:
     expected = train("plain", change=_other_vae)
     activate()
@@ -238,7 +242,8 @@ def test_another_vae_encodes_again_and_prompts_are_read(train: Any, activate: An
     assert job.encoded(found) == {"encode": 3, "forward": 0}
 
 
-@pytest.mark.parametrize("package", ["diffsynth", "transformers"])
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["diffsynth", pytest.param("transformers", marks=pytest.mark.sweep)])
 def test_another_release_encodes_again(
     package: str, train: Any, activate: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,6 +254,7 @@ def test_another_release_encodes_again(
     assert job.encoded(train("ours", epochs=1)) == {"encode": 3, "forward": 2}
 
 
+@pytest.mark.slow
 def test_patched_code_encodes_again(train: Any, activate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from diffsynth.models.wan_video_text_encoder import T5LayerNorm
 
@@ -331,10 +337,30 @@ def _trained_text_encoder(module: Any) -> None:
         (_sampling_vae, f"{VIDEO_UNIT} is computed in each step: it draws at random", {"encode": 6, "forward": 2}),
         (_trained_text_encoder, f"{PROMPT_UNIT} is computed in each step: text_encoder trains", {"encode": 3}),
         (_with_unit(_reads_noise), "Own is computed in each step: it reads noise, which WanVideoUnit_Noise", {}),
-        (_with_unit(_swallows_the_refusal), "Own is computed in each step: it reads noise, which", {}),
-        (_with_unit(_changes_inputs), "Own is computed in each step: it changes its inputs", {}),
-        (_with_unit(_sets_the_pipeline), "Own is computed in each step: it sets the pipeline's own_count", {}),
-        (_with_unit(_runs_the_dit), "Own is computed in each step: it runs dit, which it does not name", {}),
+        pytest.param(
+            _with_unit(_swallows_the_refusal),
+            "Own is computed in each step: it reads noise, which",
+            {},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            _with_unit(_changes_inputs),
+            "Own is computed in each step: it changes its inputs",
+            {},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            _with_unit(_sets_the_pipeline),
+            "Own is computed in each step: it sets the pipeline's own_count",
+            {},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            _with_unit(_runs_the_dit),
+            "Own is computed in each step: it runs dit, which it does not name",
+            {},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["sampling VAE", "trained", "reads noise", "swallows", "changes inputs", "sets", "runs another model"],
 )
@@ -349,6 +375,7 @@ def test_what_is_not_kept_is_named_and_computed_in_each_step(
     assert job.encoded(found).items() >= (encoded or {"encode": 3, "forward": 2}).items()
 
 
+@pytest.mark.slow
 def test_samples_that_the_dataset_draws_are_not_kept_for_long(train: Any, activate: Any) -> None:
     def samples() -> Any:
         made = job.dataset(_made() / "gif")
@@ -364,6 +391,7 @@ def test_samples_that_the_dataset_draws_are_not_kept_for_long(train: Any, activa
     assert len(_entries(folder)) == 2 + 3 + 4  # the prompts, an epoch, and as many as it takes to see
 
 
+@pytest.mark.slow
 def test_validation_inside_of_a_training_is_the_framework_s(train: Any, activate: Any) -> None:
     def validates(module: Any) -> None:
         forward = module.forward
