@@ -115,8 +115,9 @@ class EncodedUnits:
                 cache.left[name] = "it takes over all inputs"
             elif reason or Draws(unit).held:
                 cache.left[name] = reason or "it holds a generator"
-            sides = 2 if getattr(unit, "seperate_cfg", False) else 1
-            cache.calls_of_an_epoch[name] = len(call.dataset) * sides  # at most: ranks share them
+            if hasattr(call.dataset, "__len__"):
+                sides = 2 if getattr(unit, "seperate_cfg", False) else 1
+                cache.calls_of_an_epoch[name] = len(call.dataset) * sides  # at most: ranks share them
             undo.replace(unit, "process", partial(self._kept, name, unit))
 
     def encode_share(self, call: TrainingCall) -> None:
