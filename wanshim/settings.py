@@ -203,6 +203,13 @@ def _resume(name: str, value: str) -> WantedResume:
     return WantedResume(folder, "new" in (where, *accepted), frozenset(accepted))
 
 
+def _folder(name: str, value: str) -> str:
+    """`auto`, or a path."""
+    if value.strip() != "auto" and "/" not in value:  # else a typing error, or `off`, were a folder's name
+        raise SettingInvalid(f"{name}={value!r}", expected="auto, off, or a folder with a slash, ./encoded")
+    return _path(name, value.strip())
+
+
 def _expandable(name: str, value: str) -> bool:
     return "expandable_segments:true" in value.lower().replace(" ", "")
 
@@ -346,6 +353,14 @@ class Settings:
         "No bit changes. `auto` (the default) keeps both in a planned run as far as there is room, `off` nothing.",
         off="off",
         default="auto",
+    )
+    encode_cache: str | None = _row(
+        _folder,
+        "make a training step faster",
+        "auto",
+        "What DiffSynth's pipeline computes from a sample alone, latents and prompt and image embeddings, is computed "
+        "once and read from then on, in later epochs and runs: `auto` in ~/.cache/wanshim/encoding, or a folder, "
+        "`./encoded`. No bit changes.",
     )
     compile: bool = _row(
         _boolean,

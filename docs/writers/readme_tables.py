@@ -23,6 +23,7 @@ ABILITIES = {
     "prompt_cache": "negative prompt encoded once",
     "checkpoint_offload": "gradient checkpoints in host memory",
     "kept_attention": "self-attention computed once a step",
+    "encode_cache": "latents and prompts encoded once",
     "compiled_blocks": "compiled blocks",
     "eight_bit_compute": "the frozen base multiplies in eight bits",
     "progress": "progress log and monitor",

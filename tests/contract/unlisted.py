@@ -26,6 +26,7 @@ REFUSED_WITHOUT_ITS_ROW: dict[str, tuple[str, ...]] = {
     "diffsynth.checkpoint_offload": ("2.0.12", "2.0.16"),
     "diffsynth.compiled_blocks": ("2.0.12", "2.0.16"),
     "diffsynth.eight_bit_compute": ("2.0.12", "2.0.16"),
+    "diffsynth.encode_cache": ("2.0.12", "2.0.16"),
     "diffsynth.kept_attention": ("2.0.12", "2.0.16"),
     "diffsynth.model_split": (
         *("2.0.2", "2.0.3", "2.0.4", "2.0.5", "2.0.6"),

@@ -87,6 +87,10 @@ TRAINING = (
          on_cpu=False),  # on the CPU it is that of two
     Road("WANSHIM_VAE_ENCODE=auto wanshim run --gpus 4 -- python train.py ...", apart=ROUNDING, arguments=FP32, gpus=4,
          says=(SPLIT, "diffsynth.vae_encode exercised"), sweep=True),
+    Road("WANSHIM_ENCODE_CACHE=auto wanshim run --gpus 2 -- python train.py ...", apart=ROUNDING, arguments=FP32,
+         gpus=2, says=(SPLIT, "diffsynth.encode_cache exercised")),
+    Road("WANSHIM_ENCODE_CACHE=auto wanshim run -- accelerate launch train.py ...", reference=ACCELERATE,
+         says=("diffsynth.encode_cache exercised",), sweep=True),
     Road("WANSHIM_PLAN=sequence wanshim run -- accelerate launch --num_processes 4 train.py ...", apart=ROUNDING,
          arguments=FP32, gpus=4, says=(SPLIT,), sweep=True),
     Road("WANSHIM_PLAN=sequence:2 wanshim run -- accelerate launch --num_processes 4 train.py ...", apart=ROUNDING,

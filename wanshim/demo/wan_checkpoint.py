@@ -78,7 +78,7 @@ def write(folder: Path, *, seed: int = 0, dit: dict[str, Any] | None = None) -> 
     from safetensors.torch import save_file
 
     files = CheckpointFiles(folder)
-    files.tokenizer.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
     for model, path in (
         (WanModel(**(dit or DIT)), files.dit),
@@ -87,7 +87,7 @@ def write(folder: Path, *, seed: int = 0, dit: dict[str, Any] | None = None) -> 
     ):
         weights = {name: _random(tensor) for name, tensor in model.state_dict().items()}
         save_file(weights, path)
-    _write_tokenizer(files.tokenizer)
+    write_tokenizer(files.tokenizer)
     return files
 
 
@@ -102,9 +102,11 @@ def _random(tensor: Any) -> Any:
     return (noise * fan_in**-0.5).to(torch.bfloat16).contiguous()
 
 
-def _write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of characters to a folder, which is made."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+    folder.mkdir(parents=True, exist_ok=True)
     symbols = ["<pad>", "</s>", "<unk>", *(chr(code) for code in range(33, 127))]
     vocabulary = {symbol: i for i, symbol in enumerate(symbols)}
     tokenizer = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="<unk>"))  # noqa: S106 - a token of text

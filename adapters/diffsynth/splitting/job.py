@@ -45,19 +45,21 @@ WORDS = {
 
 
 def read_job(
-    call: TrainingCall, handle: SplitHandle | None, read: Settings, *, planned: bool = True, keeps: bool = True
-) -> TrainingJob:
+    call: TrainingCall, handle: SplitHandle | None, read: Settings, *, planned: bool = True, keeps: bool = True,
+    idle: frozenset[str] = frozenset(),
+) -> TrainingJob:  # fmt: skip
     """The job of this call, over the stages of `handle` or, with None, on the accelerator's device.
 
     Args:
         planned: how it runs is wanshim's to choose; else it runs as DiffSynth trains, with what was asked for.
         keeps: attention and blocks may be kept.
+        idle: side models that no step calls.
 
     Raises:
         FeatureUnavailable: it trains a side model that has left the first device.
     """
     pipe, accelerator, family, facts = call.pipe, call.accelerator, refusals.family_of(call.dit), call.facts
-    request = _request(call, read, planned=planned, keeps=keeps)
+    request = replace(_request(call, read, planned=planned, keeps=keeps), idle=idle)
     if not planned:
         request = replace(request, strategy=Strategy.RESIDENT, offload=bool(request.offload), chunks=(None,))
     if family is None:

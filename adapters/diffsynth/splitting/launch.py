@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from wanshim.adapters.diffsynth import checkpoint_offload, kept_attention, kept_blocks, resume
+from wanshim.adapters.diffsynth import checkpoint_offload, encode_cache, kept_attention, kept_blocks, resume
 from wanshim.adapters.diffsynth.splitting import low_precision, refusals, side_models
 from wanshim.adapters.diffsynth.splitting.facts import ForwardWatch, read_facts
 from wanshim.adapters.diffsynth.splitting.job import block_changes, named_plan, read_job
@@ -33,6 +33,7 @@ from wanshim.core.strategy import (
     decide,
     decide_again,
     failing_together,
+    idle_on_all,
     least_of_all,
 )
 from wanshim.errors import FeatureUnavailable, PlacementInvalid
@@ -69,7 +70,12 @@ def prepare(call: TrainingCall, on: Mapping[str, SeamState], undo: Undo) -> None
         planned = MODEL_SPLIT in on and _is_planned(call, read, on[MODEL_SPLIT])
         left_out = _refused(call, read, on, planned)
         handle = _placed(call, read, lead, undo) if planned else None
-        job_of = partial(read_job, call, handle, planned=planned, keeps=planned or KEPT in on)
+        encodes = planned and encode_cache.STEP.feature in on and encode_cache.STEP.asked(read)
+        idle = frozenset[str]()
+        if encodes and encode_cache.STEP.without not in left_out:
+            report = on[encode_cache.STEP.feature].notes.append
+            idle = idle_on_all(encode_cache.encode_missing(call, read, undo, report))
+        job_of = partial(read_job, call, handle, planned=planned, keeps=planned or KEPT in on, idle=idle)
         job = job_of(read) if is_sized else None
         limits = least_of_all(_limits(call, job, read) if job is not None else Limits())
         if job is not None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from wanshim.adapters.diffsynth import compiled_blocks
+from wanshim.adapters.diffsynth import compiled_blocks, encode_cache
 from wanshim.adapters.diffsynth.splitting import refusals
 from wanshim.adapters.diffsynth.splitting.data_parallel import count_groups
 from wanshim.adapters.diffsynth.splitting.pipelined_loop import keep_out_of_ddp, save_whole
@@ -152,7 +152,8 @@ class UnitRunner:
         if not trains and not self._handle.attendance.together(f"{type(unit).__name__} {_digest(inputs)}"):
             with held_alone():
                 return self._original(unit, pipe, *inputs)  # type: ignore[no-any-return]
-        if used == {"vae"} and shares_ranks(type(pipe.vae).encode):
+        # behind the cache one rank may have what another one has to encode: then the leader alone looks
+        if used == {"vae"} and shares_ranks(type(pipe.vae).encode) and not encode_cache.is_behind(pipe):
             if trains:
                 self._handle.attendance.meet(SAVE_SECONDS)  # a rank may still be at a validation of its own
             with held_by(self._group):

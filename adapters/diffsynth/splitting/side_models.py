@@ -77,13 +77,13 @@ def check_none_is_trained(pipe: torch.nn.Module) -> None:
 
 
 def parameters_on_host(model: torch.nn.Module) -> list[str]:
-    """Names of the parameters of side models that wait on the host: DDP takes parameters of one kind of device, and
-    these are frozen."""
+    """Names of the parameters and buffers of side models that wait on the host: DDP takes those of one kind of device,
+    and these are frozen."""
     return [
         f"{path}.{name}"
         for path, module in model.named_modules()
         if moved_to(module) == HOST
-        for name, _ in module.named_parameters()
+        for name, _ in (*module.named_parameters(), *module.named_buffers())
     ]
 
 
@@ -114,3 +114,7 @@ def _trains(model: torch.nn.Module) -> bool:
 def apply(run: Run, row: Row) -> None:
     """Move the side models that leave the first device by the plan."""
     move(run.call.pipe, run.plan.side_models, run.plan.devices[0])
+    if run.handle is None:  # over stages the loop does it
+        from wanshim.adapters.diffsynth.splitting.pipelined_loop import keep_out_of_ddp
+
+        keep_out_of_ddp(run.call.model, parameters_on_host(run.call.model), run.undo)

@@ -4,6 +4,7 @@ from wanshim.adapters.diffsynth import (
     checkpoint_offload,
     compiled_blocks,
     eight_bit_compute,
+    encode_cache,
     kept_attention,
     kept_blocks,
     resume,
@@ -14,6 +15,7 @@ from wanshim.core.strategy import Strategy
 
 STEPS = (
     Step(on=lambda run: run.plan.side_models, apply=from_module("splitting.side_models")),
+    encode_cache.STEP,
     Step(on=lambda run: run.handle is not None, apply=from_module("splitting.pipelined_loop", "over_stages")),
     Step(
         setting="plan",

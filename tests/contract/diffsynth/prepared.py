@@ -17,6 +17,7 @@ from collections.abc import Callable
 from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -54,10 +55,14 @@ class Fork:
             os.kill(self.pid, number)
 
 
+_asks = Lock()  # two threads may start runs
+
+
 def _ask(request: Any) -> Any:
-    server = _server()
-    server.send(request)
-    return server.recv()
+    with _asks:
+        server = _server()
+        server.send(request)
+        return server.recv()
 
 
 @cache

@@ -1,10 +1,11 @@
-"""Runs of `resume_job`, each in processes of its own."""
+"""Runs of `resume_job` or another job, each in processes of its own."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ GRACE_S = 20.0  # from one process's end until the others are killed, as torchru
 
 def start(
     folder: Path, processes: int = 1, variables: dict[str, str] | None = None,
-    kill: tuple[float, list[int]] | None = None, **job: Any,
+    kill: tuple[float, list[int]] | None = None, module: str = "resume_job", **job: Any,
 ) -> list[int]:  # fmt: skip
     """The exit status of each process; -N: it ended by signal N.
 
     Args:
+        module: whose `train` they run, with `job`.
         kill: after so many seconds, the processes of these ranks.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -30,7 +32,7 @@ def start(
     for rank in range(processes):
         ours = {**group, "RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
         output = folder / f"said.{rank}.{job.get('attempt', 0)}"
-        ranks.append(Fork(_train, output, {**(variables or {}), **ours}, folder, job))
+        ranks.append(Fork(_train, output, {**(variables or {}), **ours}, folder, job, module))
     began, stopped_at = time.monotonic(), 0.0
     while running := [rank for rank in ranks if not rank.has_ended()]:
         if kill is not None and time.monotonic() - began > kill[0]:
@@ -55,17 +57,16 @@ def _send(number: int, ranks: list[Fork]) -> None:
         rank.send(number)
 
 
-def _train(output: Path, variables: dict[str, str], folder: Path, job: dict[str, Any]) -> None:
+def _train(output: Path, variables: dict[str, str], folder: Path, job: dict[str, Any], module: str) -> None:
     """In a process of its own."""
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     for descriptor in (1, 2):
         os.dup2(file, descriptor)
     os.environ.update({"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **variables})
     import wanshim
-    from tests.contract.diffsynth.resume_job import train
     from wanshim.patching import seam
 
     seam.on_note = lambda _, text: print(text, flush=True)  # also of one that never comes to its report
     wanshim.activate()
-    train(folder, **job)
+    import_module(f"{__package__}.{module}").train(folder, **job)
     print(wanshim.report())

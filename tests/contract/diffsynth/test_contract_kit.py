@@ -43,6 +43,7 @@ CONTRACTS = (
     training(feature="diffsynth.checkpoint_offload", environment={"WANSHIM_OFFLOAD": "on"}),
     training(feature="diffsynth.compiled_blocks", environment={"WANSHIM_COMPILE": "1"}),
     training(feature="diffsynth.eight_bit_compute", environment={"WANSHIM_COMPUTE": "int8"}),
+    training(feature="diffsynth.encode_cache", environment={"WANSHIM_ENCODE_CACHE": tempfile.mkdtemp()}),
     contract(
         feature="diffsynth.fp8_lora",
         call=f"{CALLS}:cast_with_lora",

@@ -137,7 +137,7 @@ def test_digest_of_renamed_file_differs(folder: Path, directory: CacheDirectory)
 
 
 def signed(**entry: str) -> bytes:
-    return json.dumps({**entry, "sha256": files._sha256_json(entry)}).encode()
+    return json.dumps({**entry, "sha256": files.sha256_json(entry)}).encode()
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from wanshim.core.strategy import (
     TrainingPlan,
     Video,
     decide,
+    decide_again,
     search,
 )
 from wanshim.errors import PlacementInvalid
@@ -215,6 +216,26 @@ def test_nothing_leaves_the_device_so_that_attention_can_be_kept() -> None:
     assert plan.step.keep is None
     asked = decide(replace(job, request=Request(keep=True)), limits(33))
     assert asked.side_models == {"text_encoder": "cuda:1"}
+
+
+@pytest.mark.parametrize("strategy", [Strategy.RESIDENT, Strategy.STREAM, Strategy.SEQUENCE, Strategy.SPLIT])
+def test_side_models_that_no_step_calls_leave_their_room_to_the_step(strategy: Strategy) -> None:
+    beside = {
+        "text_encoder": SideModel(num_bytes=8 * GIB, movable=True),
+        "vae": SideModel(num_bytes=GIB, movable=True),
+        "image_encoder": SideModel(num_bytes=GIB, movable=False),
+    }
+    of = SPLIT if strategy is Strategy.SPLIT else RANKS if strategy is Strategy.SEQUENCE else WHOLE
+    job = replace(of, side_models=beside, home=Stored(11 * GIB), request=Request(strategy=strategy))
+    called = decide(job, limits(70, 4))
+    idle = decide(replace(job, request=replace(job.request, idle=frozenset(beside))), limits(70, 4))
+    assert called.side_models == {}
+    assert idle.side_models == {"text_encoder": HOST, "vae": HOST}
+    assert idle.notes[0] == "text_encoder and vae (9.00 GiB) wait in host memory: what they encode is there"
+    if called.peaks:
+        assert called.peaks[0].total - idle.peaks[0].total == 9 * GIB
+    again = decide_again(replace(job, request=replace(job.request, idle=frozenset(beside))), limits(70, 4), idle)
+    assert again.side_models == idle.side_models
 
 
 def test_pipeline_that_does_not_fit_leaves_the_split_with_the_reason() -> None:

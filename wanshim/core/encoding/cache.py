@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -32,17 +33,24 @@ class EmbeddingCache:
 
     def __init__(self, directory: CacheDirectory) -> None:
         self._directory = directory
+        self.rejected = 0  # files that could not be trusted
 
     def load(self, key: str) -> dict[str, torch.Tensor] | None:
         """The tensors stored under `key`, on the CPU; None where there are none that can be trusted.
 
         A file that is damaged, or that somebody else wrote, is set aside with a warning in the log.
         """
+        found = self.load_described(key)
+        return None if found is None else found[0]
+
+    def load_described(self, key: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
+        """As `load`, with the description that they were saved with."""
         name = _file_name(key)
         try:
             data = self._directory.read(name)
             return None if data is None else _unpack(data, key)
         except NotOwn as reason:
+            self.rejected += 1
             aside = self._directory.set_aside(name)
             where = f"set aside as {aside}" if aside else "left in place"
             _log.warning("%s %s; %s, and encoding again", self._directory.path / name, reason, where)
@@ -76,7 +84,7 @@ def _with_digest(data: bytes, old: str, new: str) -> bytes:
     return data.replace(_DIGEST_FIELD % old.encode(), _DIGEST_FIELD % new.encode(), 1)
 
 
-def _unpack(data: bytes, key: str) -> dict[str, torch.Tensor]:
+def _unpack(data: bytes, key: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     entry = _entry(data)
     if entry.get("format") != FORMAT or entry.get("key") != key:
         raise NotOwn("was not written for this key")
@@ -84,10 +92,10 @@ def _unpack(data: bytes, key: str) -> dict[str, torch.Tensor]:
     blank = _with_digest(data, digest, _NO_DIGEST)
     if hashlib.sha256(blank).hexdigest() != digest:
         raise NotOwn("is damaged: its checksum does not match")
-    return safetensors.torch.load(data)
+    return safetensors.torch.load(data), entry["description"]
 
 
-def _entry(data: bytes) -> dict[str, object]:
+def _entry(data: bytes) -> dict[str, Any]:
     """The `wanshim` metadata entry of a safetensors file (its header is 8 bytes of length, then JSON)."""
     length = int.from_bytes(data[:8], "little")
     try:

@@ -54,7 +54,7 @@ class Folder:
     def token(self) -> str:
         """SHA-256 of what the file system says of the folder: changes whenever a file does."""
         described = [[s.name, s.size, s.modified_ns, s.changed_ns, s.inode] for s in self.stamps]
-        return _sha256_json([str(self.path), described])
+        return sha256_json([str(self.path), described])
 
 
 def scan(path: Path) -> Folder:
@@ -108,7 +108,7 @@ def content_digest(folder: Folder, directory: CacheDirectory) -> str:
             f"The folder {str(folder.path)!r} changed while it was read",
             hint="Wait until the checkpoint is complete, then start again",
         )
-    digest = _sha256_json([[s.name, found] for s, found in zip(folder.stamps, digests, strict=True)])
+    digest = sha256_json([[s.name, found] for s, found in zip(folder.stamps, digests, strict=True)])
     _note(folder, digest, directory)
     return digest
 
@@ -157,7 +157,8 @@ def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)  # a pipe that took the file's name has no writer
 
 
-def _sha256_json(value: object) -> str:
+def sha256_json(value: object) -> str:
+    """A digest of a value of JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
@@ -167,7 +168,7 @@ def _note_name(folder: Folder) -> str:
 
 def _note(folder: Folder, digest: str, directory: CacheDirectory) -> None:
     entry: dict[str, str] = {"digest": digest, "format": _FORMAT, "path": str(folder.path)}
-    entry["sha256"] = _sha256_json(entry)
+    entry["sha256"] = sha256_json(entry)
     try:
         directory.discard_parts(_note_name(folder))
         directory.write(_note_name(folder), json.dumps(entry).encode())
@@ -183,6 +184,6 @@ def _read_note(data: bytes, folder: Folder) -> str:
         right = entry["format"] == _FORMAT and entry["path"] == str(folder.path)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise NotOwn("is no note of this cache, or is damaged") from error
-    if not right or _sha256_json(entry) != claimed:
+    if not right or sha256_json(entry) != claimed:
         raise NotOwn("is damaged: its checksum does not match")
     return str(entry["digest"])

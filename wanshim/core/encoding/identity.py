@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copyreg
 import hashlib
+import inspect
 import types
 from collections.abc import Callable, Iterable
 from operator import itemgetter
@@ -33,24 +34,52 @@ def code_identity(function: Callable[..., Any]) -> str:
     return _identity(function, _name(function))
 
 
-def value_identity(value: object) -> str:
+def value_identity(value: object, of_tensor: Callable[[torch.Tensor], str] | None = None) -> str:
     """Kind and content of any other value, such as a framework's settings.
+
+    Args:
+        of_tensor: the content of a tensor in it; None: a tensor has no exact form.
 
     Raises:
         WanshimError: it depends on a value that has no exact form.
     """
-    return _identity(value, _name(type(value)))
+    return _identity(value, _name(type(value)), of_tensor)
 
 
-def _identity(value: object, name: str) -> str:
-    return f"{name}#{hashlib.sha256(_Description(name).of(value).encode()).hexdigest()[:16]}"
+def class_code(cls: type) -> str:
+    """The code of a class's methods and of its bases', those of torch and Python left out: a patched one differs."""
+    parts = []
+    for base in cls.__mro__:
+        if base.__module__.partition(".")[0] in ("torch", "builtins"):
+            continue
+        for name, value in sorted(vars(base).items(), key=itemgetter(0)):
+            value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+            if isinstance(found := getattr(value, "__code__", None), types.CodeType):
+                parts.append(f"{_name(base)}.{name} {_code(found)}")
+    return f"{_name(cls)}#{hashlib.sha256(_joined(parts).encode()).hexdigest()[:16]}"
+
+
+def own_code(value: object) -> list[str]:
+    """The functions that an object has in place of its class's, with their code; what wraps the class's own is none."""
+    found = []
+    for name, function in sorted(vars(value).items(), key=itemgetter(0)):
+        if name.startswith("_") or not isinstance(function, (types.FunctionType, types.MethodType)):
+            continue
+        code = inspect.unwrap(function).__code__
+        if code is not getattr(getattr(type(value), name, None), "__code__", None):
+            found.append(f"{name} {_code(code)}")
+    return found
+
+
+def _identity(value: object, name: str, of_tensor: Callable[[torch.Tensor], str] | None = None) -> str:
+    return f"{name}#{hashlib.sha256(_Description(name, of_tensor).of(value).encode()).hexdigest()[:16]}"
 
 
 class _Description:
     """Describes values of one function. A value that holds itself is named by its number the second time."""
 
-    def __init__(self, function: str) -> None:
-        self._function = function
+    def __init__(self, function: str, of_tensor: Callable[[torch.Tensor], str] | None = None) -> None:
+        self._function, self._of_tensor = function, of_tensor
         self._met: dict[int, object] = {}  # holds them, so that no other object gets the same id meanwhile
 
     def of(self, value: Any) -> str:
@@ -85,6 +114,8 @@ class _Description:
         """Any other object by what pickle would make it from; nothing is pickled."""
         try:
             if isinstance(value, torch.Tensor):
+                if self._of_tensor is not None:
+                    return self._of_tensor(value)
                 raise TypeError("its values are not read")
             reduce = copyreg.dispatch_table.get(type(value))
             made = reduce(value) if reduce else value.__reduce_ex__(2)

@@ -24,6 +24,11 @@ def failing_together() -> AbstractContextManager[None]:
     return Group.of_job(own=True).failing_together(TOPIC, WAIT_S, CALL)
 
 
+def idle_on_all(idle: frozenset[str]) -> frozenset[str]:
+    """The side models that no rank calls in a step."""
+    return frozenset.intersection(*(frozenset(reply["idle"]) for reply in _compared({"idle": sorted(idle)})))
+
+
 def least_of_all(limits: Limits) -> Limits:
     """The limits of this rank with the least that any rank has; its own where the ranks have not as many devices."""
     # bytes by their order: each rank has devices of its own

@@ -55,6 +55,7 @@ class Request:
         keep_blocks: as many of the last blocks as the device has room for are not computed again; None: likewise, on
             devices with a limit.
         block_changes: by name, a statement of each thing that the blocks compute otherwise.
+        idle: side models that no step calls.
     """
 
     strategy: Strategy | None = None
@@ -65,6 +66,7 @@ class Request:
     keep: bool | None = None
     keep_blocks: bool | None = False
     block_changes: Mapping[str, str] = field(default_factory=dict)
+    idle: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from wanshim.core.model_split.plan import format_bytes
-from wanshim.core.model_split.side_models import choose_devices, describe_move
+from wanshim.core.model_split.side_models import HOST, choose_devices, describe_move
 from wanshim.core.pipeline.schedule import pipeline_bound
 from wanshim.core.strategy.candidates import candidates, first_that_fits, why_no_block_is_kept, with_kept_blocks
 from wanshim.core.strategy.choice import choose, explain, why_not
@@ -35,13 +35,30 @@ def decide(job: TrainingJob, limits: Limits) -> TrainingPlan:
         PlacementInvalid: no step fits, with what would; or the requested strategy cannot run.
     """
     assumed = (job.sizes,) if job.sizes and not job.unpredictable else ()
+    job, limits, idle, waiting = _without_idle(job, limits)
     try:
         plan = _plan(job, limits)
     except PlacementInvalid as error:
         error.found = "; ".join((error.found, *assumed))
         raise
-    notes = (*plan.notes, *_notes_on_kept_blocks(job, limits, plan), *assumed)
-    return replace(plan, block_changes=job.request.block_changes, notes=notes)
+    notes = (*waiting, *plan.notes, *_notes_on_kept_blocks(job, limits, plan), *assumed)
+    moves = {**plan.side_models, **idle}
+    return replace(plan, block_changes=job.request.block_changes, side_models=moves, notes=notes)
+
+
+def _without_idle(job: TrainingJob, limits: Limits) -> tuple[TrainingJob, Limits, dict[str, str], tuple[str, ...]]:
+    """Job and limits once the side models that no step calls wait in host memory; where they go, and what is said."""
+    sizes = {n: one.num_bytes for n, one in job.side_models.items() if n in job.request.idle and one.movable}
+    if not sizes:
+        return job, limits, {}, ()
+    total = sum(sizes.values())
+    job = replace(
+        job,
+        home=replace(job.home, frozen=job.home.frozen - total),
+        side_models={name: model for name, model in job.side_models.items() if name not in sizes},
+    )
+    note = f"{' and '.join(sizes)} ({format_bytes(total)}) wait in host memory: what they encode is there"
+    return job, replace(limits, host=max(0, limits.host - total)), dict.fromkeys(sizes, HOST), (note,)
 
 
 def decide_again(job: TrainingJob, limits: Limits, plan: TrainingPlan) -> TrainingPlan:
