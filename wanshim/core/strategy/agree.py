@@ -15,6 +15,7 @@ from wanshim.core.strategy.plan import TrainingPlan
 from wanshim.errors import RanksFailed
 
 WAIT_S = 600.0  # for the slowest rank: it may still be reading the model
+ENCODED_S = 12 * 3600.0  # for the rank with the longest videos to encode; who started the ranks ends them if one dies
 CALL = "the training task"  # in which all ranks come here
 TOPIC = "wanshim/plan"
 
@@ -26,7 +27,7 @@ def failing_together() -> AbstractContextManager[None]:
 
 def idle_on_all(idle: frozenset[str]) -> frozenset[str]:
     """The side models that no rank calls in a step."""
-    return frozenset.intersection(*(frozenset(reply["idle"]) for reply in _compared({"idle": sorted(idle)})))
+    return frozenset.intersection(*map(frozenset, gathered(sorted(idle), "wanshim/encoded", ENCODED_S)))
 
 
 def least_of_all(limits: Limits) -> Limits:
@@ -56,6 +57,6 @@ def check_alike(plan: TrainingPlan) -> None:
         )
 
 
-def gathered(mine: Any, topic: str) -> list[Any]:
+def gathered(mine: Any, topic: str, seconds: float | None = None) -> list[Any]:
     """The JSON that every rank of the default process group brings to this topic, in rank order: see `Group.gather`."""
-    return Group.of_job(own=True).gather(topic, mine, WAIT_S, CALL)
+    return Group.of_job(own=True).gather(topic, mine, WAIT_S if seconds is None else seconds, CALL)
