@@ -26,12 +26,11 @@ EXCHANGED = "self_attn.attn"  # what sequence parallel exchanges tokens around
 
 def refusal(call: TrainingCall, read: settings.Settings) -> str | None:
     """Why the blocks of this training job cannot be compiled, by name, or None."""
-    from diffsynth.models.wan_video_dit import WanModel
-
+    from wanshim.adapters.diffsynth.splitting.micro_batch import known_family
     from wanshim.core.compile import compiler_refusal
 
     pipe = call.pipe
-    if type(call.dit) is not WanModel:
+    if known_family(call.dit) is None:
         return f"{type(call.dit).__name__}: its blocks are not known to be one graph"
     if (reason := attached_refusal(call)) is not None:
         return reason

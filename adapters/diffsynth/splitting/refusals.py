@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from wanshim.adapters.diffsynth.splitting import flux2, low_precision, wan
+from wanshim.adapters.diffsynth.splitting import flux2, low_precision, minimax_h3, wan
 from wanshim.adapters.diffsynth.splitting.family import Family, class_of, part_of
 from wanshim.adapters.diffsynth.training_road import Report, TrainingCall
 from wanshim.core.model_split import SplitHandle
@@ -18,7 +18,7 @@ from wanshim.settings import Settings, launched
 
 log = logging.getLogger("wanshim")
 
-FAMILIES = (wan.FAMILY, flux2.FAMILY)
+FAMILIES = (wan.FAMILY, flux2.FAMILY, minimax_h3.FAMILY)
 
 
 def family_of(dit: object) -> Family | None:
@@ -43,6 +43,7 @@ def refusal(pipe: Any) -> str | None:
         return _unknown(getattr(pipe, "dit", None))
     second = family.second_of(pipe)
     reasons = [_refusal_of(dit, family) for dit in (pipe.dit, *([second.dit] if second else []))]
+    reasons += [reason for path, reason in family.refused_parts.items() if part_of(pipe, path)]
     return next((reason for reason in reasons if reason is not None), None)
 
 
