@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from diffsynth.diffusion import runner
+
+import wanshim
 
 pytest.importorskip("torchaudio", reason="DiffSynth's MiniMax-H3 imports it")
 pytest.importorskip("diffsynth.models.minimax_h3_dit", reason="this release has no MiniMax-H3")
 
 from tests.contract.diffsynth import minimax_h3 as h3
-from tests.contract.diffsynth.stages import ON_CPU_AND_GPU, stage_devices
+from tests.contract.diffsynth.stages import stage_devices
+from tests.contract.diffsynth.training import FEATURE, Logger, Samples
+from wanshim.adapters.diffsynth import checkpoint_offload, kept_attention
 from wanshim.adapters.diffsynth.splitting.minimax_h3 import FAMILY
+from wanshim.core.model_split import split_of
+from wanshim.core.streaming import stream_of
 
 KINDS = {
     "plain": {},
@@ -45,3 +58,79 @@ def test_split_gives_the_unsplit_loss_and_gradients(kind: str, split_at: tuple[i
     assert handle.plan.stages[-1].last == 4
     assert all(map(torch.equal, plain_step(kind), found))
     handle.remove()
+
+
+VIDEO = {"height": 64, "width": 96, "num_frames": 22, "use_gradient_checkpointing": True}
+REST = {
+    "learning_rate": 1e-2, "weight_decay": 0.01, "dataset_num_workers": 0, "save_steps": 2, "num_epochs": 2,
+    "enable_model_cpu_offload": False, "enable_optimizer_cpu_offload": False, "cpu_offload_split_threshold": None,
+    "customized_optimizer": None,
+}  # fmt: skip
+
+
+def train(folder: Path, accumulation: int = 2, kind: str = "plain") -> tuple[dict[str, bytes], h3.Training]:
+    """Two epochs with a checkpoint every second micro-batch: the files and the losses."""
+    torch.manual_seed(11)
+    module = made(kind)
+    runner.launch_training_task(
+        Accelerator(cpu=True, gradient_accumulation_steps=accumulation),
+        Samples(3),
+        module,
+        Logger(folder),
+        args=argparse.Namespace(**VIDEO | REST),
+    )
+    files = {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
+    files["losses"] = torch.stack(module.losses).numpy().tobytes()
+    return files, module
+
+
+@cache
+def plain(accumulation: int = 2, kind: str = "plain") -> dict[str, bytes]:
+    """DiffSynth's own run, before wanshim is active."""
+    with TemporaryDirectory() as folder:
+        return train(Path(folder), accumulation, kind)[0]
+
+
+def notes(feature: str = FEATURE) -> str:
+    return "\n".join(wanshim.report(strict=False).row(feature).notes)
+
+
+@pytest.fixture(autouse=True)
+def _everything_is_large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(kept_attention, "MIN_BYTES", 1)
+    monkeypatch.setattr(checkpoint_offload, "MIN_BYTES", 1)
+    yield
+    wanshim.deactivate()
+
+
+# name -> its variables, and what the report says of it
+RUNS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
+    "split": ({"DEVICES": "cpu:0,cpu:1", "PIPELINE": "0"}, ("split into 2 stages", "predicted peak for 128 tokens")),
+    "split in three": ({"DEVICES": "cpu,cpu,cpu", "PIPELINE": "0"}, ("split into 3 stages",)),
+    "pipeline": ({"DEVICES": "cpu,cpu"}, ("2 micro-batches in a pipeline of 2 stages",)),
+    "streamed": ({"PLAN": "stream:3"}, ("streaming 3 of 4 blocks to cpu",)),
+    "streamed, checkpoints offloaded": ({"PLAN": "stream:4", "OFFLOAD": "on"}, ("checkpoint inputs",)),
+    "attention kept": ({"PLAN": "auto", "KEEP": "attention"}, ("48 were used again",)),
+    "attention kept in host memory": ({"PLAN": "stream", "KEEP": "attention", "OFFLOAD": "on"}, ("of host memory",)),
+    "blocks kept": ({"PLAN": "auto", "KEEP": "blocks"}, ("4 blocks ran 24 times without being computed again",)),
+    "checkpoints offloaded": ({"OFFLOAD": "on"}, ("24 checkpoint inputs",)),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_training_writes_the_files_of_diffsynth_alone(
+    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = plain()
+    variables, said = RUNS[run]
+    for name, value in {"STRICT": "1", "KEEP": "off", **variables}.items():
+        monkeypatch.setenv(f"WANSHIM_{name}", value)
+    wanshim.activate()
+    found, module = train(tmp_path)
+    assert len(set(expected.values())) == 4  # it learns
+    assert found == expected
+    assert (split_of(module.pipe.dit) is not None) is ("DEVICES" in variables)
+    assert (stream_of(module.pipe.dit) is not None) is variables.get("PLAN", "").startswith("stream")
+    everything = "\n".join(notes(row.feature) for row in wanshim.report(strict=False).rows)
+    for text in said:
+        assert text in everything
