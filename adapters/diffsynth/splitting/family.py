@@ -75,6 +75,8 @@ class Family:
         known_classes: the DiTs whose blocks are known to be one graph, and to be called as `block_inputs` says.
         block_inputs: of a pipeline and a number of tokens: positional and named arguments of a block, tensors without
             elements.
+        in_graphs: functions of DiffSynth, by module and name, each with what makes of it what compiled blocks call.
+        by_value: arguments of a block whose numbers decide what it computes, and which compiled blocks get as numbers.
         chunked: paths in a block to the modules that compute token by token, and so in chunks too.
         video: the size of a sample, from the inputs of the pipeline's units or of its forward; frames and pixels of a
             video that is not encoded yet are in `num_frames` and `pixels`.
@@ -99,6 +101,8 @@ class Family:
     attention: str = "diffsynth.core.attention.attention:attention_forward"
     known_classes: tuple[str, ...] = ()
     block_inputs: BlockInputs | None = None
+    in_graphs: Mapping[str, Callable[[Any], Callable[..., Any]]] = field(default_factory=dict)
+    by_value: tuple[str, ...] = ()
     chunked: tuple[str, ...] = ()
     video: Callable[[Any, Mapping[str, Any]], Video | None] = video_of_latents
     satellites: tuple[str, ...] = ()

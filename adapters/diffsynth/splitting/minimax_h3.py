@@ -59,6 +59,26 @@ def block_inputs(pipe: Any, tokens: int) -> tuple[tuple[Any, ...], Mapping[str, 
     }
 
 
+class Bounds:
+    """Numbers that a tensor was made of, as `tolist` gives them."""
+
+    def __init__(self, numbers: tuple[int, ...]) -> None:
+        self.numbers = numbers
+
+    def tolist(self) -> tuple[int, ...]:
+        return self.numbers
+
+
+def attention_between_numbers(original: Any) -> Any:
+    """`_sdpa_varlen_attention` whose bounds are numbers inside the graphs: a graph cannot read those of a tensor."""
+
+    def attention(q: Any, k: Any, v: Any, cu_seqlens: Any, softmax_scale: float) -> Any:
+        bounds = Bounds(cu_seqlens) if isinstance(cu_seqlens, tuple) else cu_seqlens
+        return original(q, k, v, cu_seqlens=bounds, softmax_scale=softmax_scale)
+
+    return attention
+
+
 FAMILY = Family(
     name="MiniMax-H3",
     modules="diffsynth.models.minimax_h3_dit",
@@ -72,6 +92,8 @@ FAMILY = Family(
     refused_parts={"dit.vdn_enabled": "VDN: its blocks attend by kernels of their own, over a layout that they keep"},
     known_classes=("diffsynth.models.minimax_h3_dit.MiniMaxH3DiT",),
     block_inputs=block_inputs,
+    in_graphs={"diffsynth.models.minimax_h3_dit:_sdpa_varlen_attention": attention_between_numbers},
+    by_value=("cu_seqlens", "max_seqlen"),
     video=video_of,
     sees_all_tokens=("controlnet",),
     text_encoders={"text_encoder": "diffsynth.models.minimax_h3_text_encoder.MiniMaxH3TextEncoder"},

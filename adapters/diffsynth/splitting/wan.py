@@ -27,6 +27,17 @@ def block_inputs(pipe: Any, tokens: int) -> tuple[tuple[Any, ...], Mapping[str, 
     ), {}
 
 
+def real_rotary(original: Any) -> Any:
+    """`rope_apply` in real numbers where the frequencies are: inside the graphs."""
+    from wanshim.core.compile import rotate_pairs
+
+    def rope_apply(x: Any, freqs: Any, num_heads: int) -> Any:
+        turn = original if freqs.is_complex() else rotate_pairs
+        return turn(x, freqs, num_heads)
+
+    return rope_apply
+
+
 FAMILY = Family(
     name="Wan",
     modules="diffsynth.models.wan_",
@@ -40,6 +51,7 @@ FAMILY = Family(
     known_classes=("diffsynth.models.wan_video_dit.WanModel",),
     attention="diffsynth.models.wan_video_dit:flash_attention",
     block_inputs=block_inputs,
+    in_graphs={"diffsynth.models.wan_video_dit:rope_apply": real_rotary},
     chunked=("self_attn.norm_q", "self_attn.norm_k", "cross_attn.norm_q", "cross_attn.norm_k", "ffn"),
     sees_all_tokens=("animate_adapter", "vap", "dit.music_injector"),
     refused_classes={

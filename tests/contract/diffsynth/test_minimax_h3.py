@@ -10,11 +10,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from accelerate import Accelerator
 from diffsynth.diffusion import runner
 
 import wanshim
+from tests.compiling import use_aot_eager
 
 pytest.importorskip("torchaudio", reason="DiffSynth's MiniMax-H3 imports it")
 pytest.importorskip("diffsynth.models.minimax_h3_dit", reason="this release has no MiniMax-H3")
@@ -23,9 +25,12 @@ from tests.contract.diffsynth import minimax_h3 as h3
 from tests.contract.diffsynth.stages import stage_devices
 from tests.contract.diffsynth.training import FEATURE, Logger, Samples
 from wanshim.adapters.diffsynth import checkpoint_offload, kept_attention
+from wanshim.adapters.diffsynth.compiled_blocks import compile_blocks
 from wanshim.adapters.diffsynth.splitting.minimax_h3 import FAMILY
+from wanshim.adapters.diffsynth.training_road import Row
 from wanshim.core.model_split import split_of
 from wanshim.core.streaming import stream_of
+from wanshim.undo import Undo
 
 KINDS = {
     "plain": {},
@@ -95,6 +100,10 @@ def notes(feature: str = FEATURE) -> str:
     return "\n".join(wanshim.report(strict=False).row(feature).notes)
 
 
+def everything_said() -> str:
+    return "\n".join(notes(row.feature) for row in wanshim.report(strict=False).rows)
+
+
 @pytest.fixture(autouse=True)
 def _everything_is_large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(kept_attention, "MIN_BYTES", 1)
@@ -131,6 +140,58 @@ def test_training_writes_the_files_of_diffsynth_alone(
     assert found == expected
     assert (split_of(module.pipe.dit) is not None) is ("DEVICES" in variables)
     assert (stream_of(module.pipe.dit) is not None) is variables.get("PLAN", "").startswith("stream")
-    everything = "\n".join(notes(row.feature) for row in wanshim.report(strict=False).rows)
     for text in said:
-        assert text in everything
+        assert text in everything_said()
+
+
+def test_blocks_are_one_graph_whatever_the_length_of_text_and_video(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_aot_eager(monkeypatch)
+    torch._dynamo.reset()
+    expected = plain_step("sizes", torch.float32)
+    module, said = made("sizes", dtype=torch.float32), []
+    with Undo() as undo:
+        compile_blocks(module.pipe, undo, Row.of(said.append), strict=True)
+        found = h3.step(module)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+    assert said[-1].startswith("graphs compiled: 2, in ")  # one for the first size, one for any
+    assert "1 of them again" in said[-1]
+
+
+CHANGED = {
+    "compiled": ({"COMPILE": "1"}, "graphs compiled: 1, in "),
+    "streamed, compiled, attention kept": (
+        {"COMPILE": "1", "PLAN": "stream:3", "KEEP": "attention"}, "graphs compiled: 1, in "
+    ),
+    "in eight bits": ({"COMPUTE": "int8"}, "Linears multiply in int8"),
+    "split, of a base in eight bits": (
+        {"COMPUTE": "int8", "BASE": "int8", "DEVICES": "cpu:0,cpu:1"}, "Linears multiply in int8"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", CHANGED)
+def test_run_whose_blocks_compute_otherwise_learns_nearly_the_same(
+    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = plain()
+    torch._dynamo.reset()
+    variables, said = CHANGED[run]
+    for name, value in {"STRICT": "1", **variables}.items():
+        monkeypatch.setenv(f"WANSHIM_{name}", value)
+    wanshim.activate()
+    found, _ = train(tmp_path)
+    assert said in everything_said()
+    assert found != expected
+    ours, theirs = (_tensors(files) for files in (found, expected))
+    assert min(torch.cosine_similarity(ours[n], theirs[n], dim=0).item() for n in theirs) > 0.99
+
+
+def _tensors(files: dict[str, bytes]) -> dict[str, torch.Tensor]:
+    return {
+        f"{file} {name}": tensor.double().flatten()
+        for file, content in files.items()
+        if file != "losses"
+        for name, tensor in safetensors.torch.load(content).items()
+    }
