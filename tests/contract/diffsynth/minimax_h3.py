@@ -229,9 +229,17 @@ def write(folder: Path) -> CheckpointFiles:
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     for name, _, make, _ in _MADE:
-        made = {key: tensor.to(torch.bfloat16).contiguous() for key, tensor in make().state_dict().items()}
+        made = {key: _random(key, tensor).to(torch.bfloat16) for key, tensor in make().state_dict().items()}
         save_file(made, folder / f"{name}.safetensors")
     return CheckpointFiles(folder)
+
+
+def _random(name: str, like: torch.Tensor) -> torch.Tensor:
+    """Gains near one, small biases, and matrices that keep the size of what they multiply."""
+    noise = torch.randn(like.shape)
+    if like.dim() < 2 or like.numel() == max(like.shape):
+        return float(name.endswith("weight")) + 0.02 * noise
+    return noise * float(like[0].numel()) ** -0.5
 
 
 def register(files: CheckpointFiles) -> None:
