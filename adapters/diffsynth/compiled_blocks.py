@@ -25,11 +25,14 @@ EXCHANGED = "self_attn.attn"  # what sequence parallel exchanges tokens around
 def refusal(call: TrainingCall, read: settings.Settings) -> str | None:
     """Why the blocks of this training job cannot be compiled, by name, or None."""
     from wanshim.adapters.diffsynth.splitting.micro_batch import known_family
+    from wanshim.adapters.diffsynth.splitting.refusals import refused_part
     from wanshim.core.compile import compiler_refusal
 
     pipe = call.pipe
     if known_family(call.dit) is None:
         return f"{type(call.dit).__name__}: its blocks are not known to be one graph"
+    if (reason := refused_part(pipe)) is not None:
+        return reason
     if (reason := attached_refusal(call)) is not None:
         return reason
     if getattr(pipe, "use_unified_sequence_parallel", False):

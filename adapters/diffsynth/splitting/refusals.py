@@ -43,8 +43,14 @@ def refusal(pipe: Any) -> str | None:
         return _unknown(getattr(pipe, "dit", None))
     second = family.second_of(pipe)
     reasons = [_refusal_of(dit, family) for dit in (pipe.dit, *([second.dit] if second else []))]
-    reasons += [reason for path, reason in family.refused_parts.items() if part_of(pipe, path)]
-    return next((reason for reason in reasons if reason is not None), None)
+    return next((reason for reason in reasons if reason is not None), refused_part(pipe))
+
+
+def refused_part(pipe: Any) -> str | None:
+    """Why a part of this pipeline keeps its DiT from being split, or None."""
+    family = family_of(pipe.dit)
+    parts = family.refused_parts if family is not None else {}
+    return next((reason for path, reason in parts.items() if part_of(pipe, path)), None)
 
 
 def _unknown(dit: object) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,6 +14,8 @@ import pytest
 import safetensors.torch
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from diffsynth.core import ModelConfig
 from diffsynth.diffusion import runner
 
 import wanshim
@@ -21,15 +24,25 @@ from tests.compiling import use_aot_eager
 pytest.importorskip("torchaudio", reason="DiffSynth's MiniMax-H3 imports it")
 pytest.importorskip("diffsynth.models.minimax_h3_dit", reason="this release has no MiniMax-H3")
 
+from diffsynth.models.minimax_h3_dit_comfy import MiniMaxH3DiTComfy, MiniMaxH3DiTComfyPruned
+from diffsynth.pipelines import minimax_h3_audio_video
+
 from tests.contract.diffsynth import minimax_h3 as h3
 from tests.contract.diffsynth.stages import stage_devices
 from tests.contract.diffsynth.training import FEATURE, Logger, Samples
-from wanshim.adapters.diffsynth import checkpoint_offload, kept_attention
+from wanshim import settings
+from wanshim.adapters.diffsynth import checkpoint_offload, compiled_blocks, kept_attention
 from wanshim.adapters.diffsynth.compiled_blocks import compile_blocks
+from wanshim.adapters.diffsynth.resuming.run import ended
+from wanshim.adapters.diffsynth.splitting import facts as run_facts
+from wanshim.adapters.diffsynth.splitting.job import read_job
+from wanshim.adapters.diffsynth.splitting.micro_batch import micro_batch
 from wanshim.adapters.diffsynth.splitting.minimax_h3 import FAMILY
-from wanshim.adapters.diffsynth.training_road import Row
+from wanshim.adapters.diffsynth.training_road import Row, TrainingCall
 from wanshim.core.model_split import split_of
-from wanshim.core.streaming import stream_of
+from wanshim.core.strategy import Limits, decide
+from wanshim.core.streaming import stream_model, stream_of
+from wanshim.errors import FeatureUnavailable, PlacementInvalid
 from wanshim.undo import Undo
 
 KINDS = {
@@ -73,10 +86,17 @@ REST = {
 }  # fmt: skip
 
 
-def train(folder: Path, accumulation: int = 2, kind: str = "plain") -> tuple[dict[str, bytes], h3.Training]:
-    """Two epochs with a checkpoint every second micro-batch: the files and the losses."""
+def train(
+    folder: Path, accumulation: int = 2, kind: str = "plain", fault: int | None = None
+) -> tuple[dict[str, bytes], h3.Training]:
+    """Two epochs with a checkpoint every second micro-batch: the files and the losses.
+
+    Args:
+        fault: the forward that runs out of memory.
+    """
     torch.manual_seed(11)
     module = made(kind)
+    module.register_forward_pre_hook(lambda *_: _fail_at(module, fault))
     runner.launch_training_task(
         Accelerator(cpu=True, gradient_accumulation_steps=accumulation),
         Samples(3),
@@ -98,6 +118,11 @@ def plain(accumulation: int = 2, kind: str = "plain") -> dict[str, bytes]:
 
 def notes(feature: str = FEATURE) -> str:
     return "\n".join(wanshim.report(strict=False).row(feature).notes)
+
+
+def _fail_at(module: h3.Training, fault: int | None) -> None:
+    if len(module.seen) == fault:
+        raise torch.OutOfMemoryError("no room for this one")
 
 
 def everything_said() -> str:
@@ -195,3 +220,138 @@ def _tensors(files: dict[str, bytes]) -> dict[str, torch.Tensor]:
         if file != "losses"
         for name, tensor in safetensors.torch.load(content).items()
     }
+
+
+@pytest.mark.parametrize("over", [{}, {"PLAN": "stream:3"}, {"DEVICES": "cpu:0,cpu:1"}], ids=str)
+def test_run_that_was_ended_goes_on_where_it_was(
+    over: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = plain()
+    for name, value in {"RESUME": "auto", "SAVE_EVERY": "1", "STRICT": "1", **over}.items():
+        monkeypatch.setenv(f"WANSHIM_{name}", value)
+    wanshim.activate()
+    with pytest.raises(torch.OutOfMemoryError):
+        train(tmp_path, fault=4)
+    ended.clear()  # as in a new process
+    for state in (AcceleratorState, GradientState):
+        state._reset_state()
+    found, module = train(tmp_path)
+    assert 0 < len(module.seen) < 6
+    assert {**found, "losses": b""} == {**expected, "losses": b""}
+
+
+def call_of(module: h3.Training, dataset: Any = None, **script: Any) -> TrainingCall:
+    return TrainingCall(
+        accelerator=Accelerator(cpu=True), model=module, logger=None, dataset=dataset, options={},
+        script=argparse.Namespace(**script),
+    )  # fmt: skip
+
+
+SIZES = [{}, {"num_frames": 39, "text": 9}, {"num_frames": 5, "height": 96}, {"num_frames": 124, "text": 70}]
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_sample_has_as_many_tokens_as_its_packed_sequence(size: dict[str, int]) -> None:
+    pipe = h3.pipe_of(h3.lora_model())
+    shared, positive, _ = h3.cached(1, pipe, **size)
+    packed = positive["packed"]
+    sizes = h3.SIZE | size
+    pixels = {"pixels": sizes["height"] * sizes["width"], "num_frames": sizes["num_frames"]}
+    video = FAMILY.video(pipe, {**shared, **positive})
+    assert video is not None
+    assert (video.tokens, video.length) == (packed["seq_len"], sizes["num_frames"])
+    before = FAMILY.video(pipe, pixels)  # nothing is encoded yet: a prompt of 512 tokens is assumed
+    assert before is not None
+    text = packed["text_pos"].numel()
+    assert before.length == video.length
+    assert abs(before.tokens - (video.tokens + 512 - text)) <= 64
+    longer = h3.cached(1, pipe, **{**size, "num_frames": sizes["num_frames"] + 17})[1]["packed"]["seq_len"]
+    assert abs(replace(video, frames=video.frames + 1).tokens - longer) <= 64 + 2
+
+
+def test_largest_sample_that_is_looked_at_decides_the_plan() -> None:
+    module = made("sizes")
+    facts = run_facts.read_facts(call_of(module, Samples(3), num_frames=5, height=64, width=96))
+    packed = h3.cached(2, module.pipe, num_frames=39, text=9)[1]["packed"]
+    assert facts.video is not None
+    assert (facts.video.tokens, facts.samples, facts.checkpointing) == (packed["seq_len"], 3, True)
+
+
+def test_peak_is_that_of_the_block_on_shapes_alone_and_attention_is_as_wide_as_its_heads() -> None:
+    pipe = made().pipe
+    one = micro_batch(pipe, 128, None)
+    assert one.activation == 128 * 48 * 2
+    assert one.attention == 128 * 4 * 16 * 2  # heads are wider than the hidden size together
+    assert one.attention_sums == 128 * 4 * 4
+    assert one.working > one.kept > one.attention
+    assert micro_batch(pipe, 256, None).kept > 1.9 * one.kept
+
+
+def test_as_few_blocks_are_streamed_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANSHIM_PLAN", "stream")
+    job = read_job(call_of(made(), **VIDEO), None, settings.read())
+    assert not job.unpredictable
+    taken = []
+    with pytest.raises(PlacementInvalid, match="besides them it needs"):
+        for limit in range(2**22, 0, -(2**13)):
+            plan = decide(job, Limits(available={"cpu": limit}))
+            taken.append(plan.streamed_blocks)
+    assert taken[0] == 2
+    assert taken == sorted(taken)
+    assert taken[-1] == 4
+
+
+def test_vdn_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANSHIM_PLAN", "stream")
+    wanshim.activate()
+    module = made()
+    module.pipe.dit.vdn_enabled = True
+    with pytest.raises(FeatureUnavailable, match="WANSHIM_PLAN=stream cannot train this model: VDN: its blocks attend"):
+        runner.launch_training_task(Accelerator(cpu=True), Samples(1), module, Logger(tmp_path))
+    assert "VDN" in str(compiled_blocks.refusal(call_of(module), settings.Settings(compile=True)))
+
+
+@pytest.mark.parametrize("kind", [MiniMaxH3DiTComfy, MiniMaxH3DiTComfyPruned])
+@pytest.mark.parametrize("way", ["split", "streamed"])
+def test_layout_of_comfy_gives_the_same_loss_and_gradients(kind: type[Any], way: str) -> None:
+    expected = h3.step(h3.Training(h3.pipe_of(h3.lora_model(kind=kind))))
+    module = h3.Training(h3.pipe_of(h3.lora_model(kind=kind)))
+    if way == "split":
+        FAMILY.split(module.pipe, ("cpu:0", "cpu:1"))
+    else:
+        stream_model(module.pipe.dit, "cpu", count=3, blocks="blocks")
+    assert all(map(torch.equal, expected, h3.step(module)))
+
+
+@pytest.mark.parametrize("kind", ["control net", "guidance"])
+def test_streamed_step_gives_the_same_loss_and_gradients(kind: str) -> None:
+    module = made(kind)
+    stream_model(module.pipe.dit, "cpu", count=3, blocks="blocks")
+    assert all(map(torch.equal, plain_step(kind), h3.step(module)))
+
+
+def test_pipeline_is_split_when_it_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = h3.write(tmp_path)
+    h3.register(files)
+
+    def load() -> Any:
+        configs = [ModelConfig(path=str(files.models[0]))]
+        return minimax_h3_audio_video.MiniMaxH3Pipeline.from_pretrained(
+            torch_dtype=torch.bfloat16, device="cpu", model_configs=configs, processor_config=None
+        )
+
+    def losses(pipe: Any) -> torch.Tensor:
+        pipe.scheduler.set_timesteps(1000, training=True)
+        pipe.scheduler_audio.set_timesteps(1000, training=True)
+        torch.manual_seed(1)
+        with torch.no_grad():
+            return h3.Training(pipe)({"number": 1})
+
+    expected = losses(load())
+    monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu,cpu")
+    wanshim.activate(f"none,{FEATURE}")
+    pipe = load()
+    assert split_of(pipe.dit).plan.devices == ("cpu", "cpu", "cpu")
+    assert expected.isfinite()
+    assert torch.equal(losses(pipe), expected)
+    assert wanshim.report(strict=True).row(FEATURE).state == "exercised"
