@@ -113,6 +113,7 @@ FEATURE = Feature(
                 f"diffsynth.pipelines.{target}.from_pretrained",
                 _in("load", "split_after_loading"),
                 kind=Kind.WRAPT,
+                stacks=True,
                 required=required,
                 why=why,
                 **{**_LEDGER, "upstream": f"https://github.com/modelscope/DiffSynth-Studio{upstream}"},

@@ -85,6 +85,7 @@ class Family:
         second: the parts of a second expert of a pair, each with the part of the first that it stands for.
         text_encoders: by attribute of the pipeline, module and class.
         sharded_classes: the DiTs whose tokens can be sharded over processes, by module and class.
+        why_not_sharded: the reason, behind the statement that they are not; empty: nobody has proven it.
         sees_all_tokens: what of the pipeline, where it is there, works on whole frames between the blocks.
         pipeline_refusal: why its micro-batches cannot overlap, or None.
         side_models: frozen models that share the first device with the first stage, by attribute of the pipeline, each
@@ -111,6 +112,7 @@ class Family:
     second: Mapping[str, str] = field(default_factory=dict)
     text_encoders: Mapping[str, str] = field(default_factory=dict)
     sharded_classes: tuple[str, ...] = ()
+    why_not_sharded: str = ""
     sees_all_tokens: tuple[str, ...] = ()
     pipeline_refusal: str | None = None
     side_models: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

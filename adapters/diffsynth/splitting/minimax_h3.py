@@ -95,7 +95,7 @@ FAMILY = Family(
     in_graphs={"diffsynth.models.minimax_h3_dit:_sdpa_varlen_attention": attention_between_numbers},
     by_value=("cu_seqlens", "max_seqlen"),
     video=video_of,
-    sees_all_tokens=("controlnet",),
+    why_not_sharded=", since they attend in pieces of one packed sequence of text, audio and video",
     text_encoders={"text_encoder": "diffsynth.models.minimax_h3_text_encoder.MiniMaxH3TextEncoder"},
     side_models={
         "text_encoder": ("forward",),

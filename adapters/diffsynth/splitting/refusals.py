@@ -164,11 +164,16 @@ def sequence_refusal(call: TrainingCall, read: Settings) -> str | None:
 def why_not_sharded(pipe: Any, family: Family) -> str | None:
     """The reason for which this pipeline's forward needs all tokens on one device, or None."""
     if class_of(pipe.dit) not in family.sharded_classes:
-        return f"{type(pipe.dit).__name__}: the tokens of {family.name}'s blocks are not sharded"
+        return not_sharded(type(pipe.dit).__name__, family)
     for owner in family.sees_all_tokens:
         if part_of(pipe, owner) is not None:
             return f"{owner} works between the blocks on all tokens of a frame"
     return None
+
+
+def not_sharded(dit_class: str, family: Family) -> str:
+    """The reason why the tokens of DiTs of this class stay on one device."""
+    return f"{dit_class}: the tokens of {family.name}'s blocks are not sharded{family.why_not_sharded}"
 
 
 def why_sharded_by_diffsynth(pipe: Any) -> str | None:

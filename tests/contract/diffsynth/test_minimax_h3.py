@@ -24,6 +24,7 @@ from tests.compiling import use_aot_eager
 pytest.importorskip("torchaudio", reason="DiffSynth's MiniMax-H3 imports it")
 pytest.importorskip("diffsynth.models.minimax_h3_dit", reason="this release has no MiniMax-H3")
 
+from diffsynth.models import model_loader
 from diffsynth.models.minimax_h3_dit_comfy import MiniMaxH3DiTComfy, MiniMaxH3DiTComfyPruned
 from diffsynth.pipelines import minimax_h3_audio_video
 
@@ -355,3 +356,29 @@ def test_pipeline_is_split_when_it_is_loaded(tmp_path: Path, monkeypatch: pytest
     assert expected.isfinite()
     assert torch.equal(losses(pipe), expected)
     assert wanshim.report(strict=True).row(FEATURE).state == "exercised"
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_generation_over_gpus_is_refused_before_anything_is_loaded(
+    strict: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANSHIM_GENERATE", "2")
+    monkeypatch.setenv("WANSHIM_STRICT", str(int(strict)))
+    wanshim.activate("none,diffsynth.generate")
+    missing = [ModelConfig(path="no such file")]
+    with pytest.raises(FeatureUnavailable if strict else Exception) as caught:
+        minimax_h3_audio_video.MiniMaxH3Pipeline.from_pretrained(model_configs=missing, processor_config=None)
+    row = wanshim.report(strict=False).row("diffsynth.generate")
+    assert "its tokens are not shared over GPUs" in (str(caught.value) if strict else str(row.fallbacks))
+
+
+def test_tokens_over_ranks_are_refused_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANSHIM_PLAN", "sequence")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    wanshim.activate(f"none,{FEATURE}")
+    config = {"model_class": "diffsynth.models.minimax_h3_dit.MiniMaxH3DiT", "extra_kwargs": h3.TINY}
+    pool = model_loader.ModelPool()
+    with pytest.raises(FeatureUnavailable, match="the tokens of MiniMax-H3's blocks are not sharded, since they attend"):
+        pool.load_model_file(config, "no such file", pool.default_vram_config())
+    with pytest.raises(FeatureUnavailable, match="the tokens of MiniMax-H3's blocks are not sharded"):
+        runner.launch_training_task(Accelerator(cpu=True), Samples(1), made(), None)
