@@ -32,7 +32,9 @@ CORE = "diffsynth.core.attention.attention:attention_forward"
 OF_TORCH = "compatibility_mode"  # the parameter by which both functions call torch's attention
 PATIENCE_S = 60.0
 # The names that DiffSynth's own settings have for the kernels whose flags are called otherwise.
-KERNELS = {f"flash_attn_{number}": f"flash_attention_{number}" for number in (2, 3, 4)} | {"sage_attn": "sage_attention"}
+KERNELS = {f"flash_attn_{number}": f"flash_attention_{number}" for number in (2, 3, 4)} | {
+    "sage_attn": "sage_attention"
+}
 
 
 def torch_computes(attention: str, dtype: torch.dtype, device: torch.device) -> bool:
@@ -81,8 +83,8 @@ def _with_gradient(sizes: tuple[int, ...], heads: tuple[int, ...]) -> Callable[[
         @cache
         def note() -> None:
             seam.notes.append(
-                f"no gradient passes through {kernel_of(seam.seam.target)}: torch's attention computes where a gradient is wanted; "
-                "generation keeps the kernel"
+                f"no gradient passes through {kernel_of(seam.seam.target)}: torch's attention computes where a "
+                "gradient is wanted; generation keeps the kernel"
             )
 
         @cache

@@ -220,8 +220,8 @@ FEATURE = Feature(
             "diffsynth.pipelines.minimax_h3_audio_video:MiniMaxH3Pipeline.from_pretrained",
             say_not_shared(
                 "MiniMaxH3Pipeline",
-                "MiniMax-H3's packed sequence of text, audio and video is attended to in pieces, and its tokens are not "
-                "shared over GPUs",
+                "MiniMax-H3's packed sequence of text, audio and video is attended to in pieces, and its tokens are "
+                "not shared over GPUs",
             ),
             kind=Kind.WRAPT,
             stacks=True,

@@ -4,9 +4,9 @@
 `model.to` and `accelerator.prepare` come later and find it split. A pipeline made another way is split when
 `launch_training_task` receives it (`splitting/launch.py`). With WANSHIM_PLAN=stream it stays whole and its frozen
 weights come from the host; with WANSHIM_PLAN=sequence every process has it, and the processes of a group train each
-sample together (`splitting/sequence.py`). What is refused is in `splitting/refusals.py`, and where each
-module goes is a table for each family of models (`splitting/wan.py`, `splitting/flux2.py`, `splitting/minimax_h3.py`). The split itself is
-`wanshim.core.model_split`.
+sample together (`splitting/sequence.py`). What is refused is in `splitting/refusals.py`, and where each module goes is
+a table for each family of models (`splitting/wan.py`, `splitting/flux2.py`, `splitting/minimax_h3.py`). The split
+itself is `wanshim.core.model_split`.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ _LEDGER: dict[str, Any] = {
 }
 FEATURE = Feature(
     name=MODEL_SPLIT,
-    summary="a Wan, FLUX.2 or MiniMax-H3 DiT over several GPUs: split by blocks, pipelined, its frozen weights streamed, or each "
-    "sample over a group of processes",
+    summary="a Wan, FLUX.2 or MiniMax-H3 DiT over several GPUs: split by blocks, pipelined, its frozen weights "
+    "streamed, or each sample over a group of processes",
     switched_on_by=("devices", "plan"),
     needs_devices=2,
     blocked=blocked,

@@ -1,4 +1,4 @@
-"""MiniMax-H3 of the installed DiffSynth, tiny: its DiT, its pipeline, and samples as `--task sft:data_process` keeps them.
+"""MiniMax-H3 of the installed DiffSynth, tiny: its DiT, its pipeline, and samples as its data processing keeps them.
 
 Releases before 2.1.0 have none, and its pipeline imports torchaudio.
 """

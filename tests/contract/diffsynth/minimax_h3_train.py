@@ -1,6 +1,6 @@
 """A LoRA training script of MiniMax-H3 as users of DiffSynth have it: knows nothing of wanshim, and names no device.
 
-Latents of video and audio are encoded in the loop, or once by `--task sft:data_process`; a prompt comes as its embedding.
+Latents of video and audio are encoded in the loop, or once by `--task sft:data_process`. A prompt is an embedding.
 Writes OUTPUT/losses.RANK.json and, by DiffSynth's own logger, OUTPUT/epoch-0.safetensors.
 """
 

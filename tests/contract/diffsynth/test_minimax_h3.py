@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -292,11 +295,13 @@ def test_as_few_blocks_are_streamed_as_fit(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("WANSHIM_PLAN", "stream")
     job = read_job(call_of(made(), **VIDEO), None, settings.read())
     assert not job.unpredictable
-    taken = []
+
+    def taken_at(limit: int) -> int:
+        return decide(job, Limits(available={"cpu": limit})).streamed_blocks
+
+    taken: list[int] = []
     with pytest.raises(PlacementInvalid, match="besides them it needs"):
-        for limit in range(2**22, 0, -(2**13)):
-            plan = decide(job, Limits(available={"cpu": limit}))
-            taken.append(plan.streamed_blocks)
+        taken.extend(taken_at(limit) for limit in range(2**22, 0, -(2**13)))
     assert taken[0] == 2
     assert taken == sorted(taken)
     assert taken[-1] == 4
@@ -378,7 +383,69 @@ def test_tokens_over_ranks_are_refused_before_the_model_is_loaded(monkeypatch: p
     wanshim.activate(f"none,{FEATURE}")
     config = {"model_class": "diffsynth.models.minimax_h3_dit.MiniMaxH3DiT", "extra_kwargs": h3.TINY}
     pool = model_loader.ModelPool()
-    with pytest.raises(FeatureUnavailable, match="the tokens of MiniMax-H3's blocks are not sharded, since they attend"):
+    with pytest.raises(
+        FeatureUnavailable, match="the tokens of MiniMax-H3's blocks are not sharded, since they attend"
+    ):
         pool.load_model_file(config, "no such file", pool.default_vram_config())
     with pytest.raises(FeatureUnavailable, match="the tokens of MiniMax-H3's blocks are not sharded"):
         runner.launch_training_task(Accelerator(cpu=True), Samples(1), made(), None)
+
+
+ARGUMENTS = "--height 32 --width 64 --num_frames 22 --dataset_num_workers 0 --learning_rate 1e-3 --samples 4"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    h3.write(folder)
+    return folder
+
+
+def script(
+    folder: Path, checkpoint: Path, output: str, *launcher: str, data: str = "", more: str = "", **own: str
+) -> str:
+    """Run the user's script under this launcher; what it said."""
+    command = [sys.executable, "-m", "tests.contract.diffsynth.minimax_h3_train", *ARGUMENTS.split()]
+    if launcher[:1] == ("torchrun",):
+        command = [sys.executable, "-m", "torch.distributed.run", *launcher[1:], *command[1:]]
+    elif launcher:
+        command = [sys.executable, "-m", "wanshim", "run", *launcher, "--", *command]
+    command += ["--checkpoint", str(checkpoint), "--output_path", str(folder / output), "--dataset_base_path", data]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("WANSHIM_")}
+    clean |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    clean |= {"GLOO_SOCKET_IFNAME": "lo", **{f"WANSHIM_{name}": value for name, value in own.items()}}
+    done = subprocess.run(
+        [*command, "--use_gradient_checkpointing", *more.split()],
+        cwd=Path(__file__).parents[3], env=clean, capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def written(folder: Path) -> dict[str, bytes]:
+    found = {path.name: path.read_bytes() for path in (*folder.glob("*.safetensors"), *folder.glob("losses*"))}
+    assert len(found) > 1
+    assert b"NaN" not in b"".join(found.values())
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_user_s_script_streams_on_two_processes_with_the_files_of_two_without(tmp_path: Path, checkpoint: Path) -> None:
+    """One copy of the waiting weights, for both processes of the host."""
+    script(tmp_path, checkpoint, "plain", "torchrun", "--nproc-per-node", "2")
+    said = script(tmp_path, checkpoint, "streamed", "--gpus", "2", PLAN="stream:3", STRICT="1")
+    assert "streaming 3 of 4 blocks to cpu" in said
+    assert "the 2 ranks of this host have the weights of MiniMaxH3DiT from one copy in host memory" in said
+    assert written(tmp_path / "streamed") == written(tmp_path / "plain")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_user_s_script_trains_streamed_on_what_it_has_cached(tmp_path: Path, checkpoint: Path) -> None:
+    script(tmp_path, checkpoint, "cache", more="--task sft:data_process")
+    cached = {"data": str(tmp_path / "cache"), "more": "--task sft:train"}
+    script(tmp_path, checkpoint, "plain", **cached)
+    said = script(tmp_path, checkpoint, "streamed", "--gpus", "1", PLAN="stream", STRICT="1", **cached)
+    assert "streaming 2 of 4 blocks to cpu" in said
+    assert written(tmp_path / "streamed") == written(tmp_path / "plain")

@@ -112,7 +112,9 @@ def test_chunks_that_a_model_does_not_take_are_named_and_end_a_strict_run(
         monkeypatch.setenv(f"WANSHIM_{name}", value)
     wanshim.activate("none,diffsynth.model_split")
     train(tmp_path, Training)
-    assert "no chunks of tokens: the blocks of WanModel are not known in chunks" in "\n".join(wanshim.report().row("diffsynth.model_split").notes)
+    assert "no chunks of tokens: the blocks of WanModel are not known in chunks" in "\n".join(
+        wanshim.report().row("diffsynth.model_split").notes
+    )
     monkeypatch.setenv("WANSHIM_STRICT", "1")
     wanshim.activate("none,diffsynth.model_split")
     with pytest.raises(FeatureUnavailable, match="WANSHIM_CHUNK is unavailable here: the blocks of WanModel"):

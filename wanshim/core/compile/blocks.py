@@ -56,8 +56,8 @@ class CompiledBlocks:
 
     Args:
         blocks: modules whose first argument is the activation, a tensor.
-        by_value: named arguments of the blocks, tensors of a few numbers, which the graph gets as numbers, for it cannot
-            read them out of a tensor. Other numbers compile a graph for any.
+        by_value: named arguments of the blocks, tensors of a few numbers, which the graph gets as numbers, for it
+            cannot read them out of a tensor. Other numbers compile a graph for any.
         outside: path in a block to the submodule of a submodule that runs outside of graphs. Default: none.
         on_fallback: takes the cause, in one line, for which a graph or all blocks of a class are computed without the
             compiler. A graph that has no kernels runs as the operators in it, so that nothing is computed twice and
