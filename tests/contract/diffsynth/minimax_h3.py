@@ -39,20 +39,14 @@ TINY: dict[str, Any] = {
     "rope_inv_freq_len": 2,
 }
 CONTROL = {**WIDTHS, "control_layers": (0, 2)}
-FULL: dict[str, Any] = {}  # 50 blocks, 56 heads
 TARGETS = ["qkv_proj", "out_proj", "fc1", "fc2"]
 SIZE = {"num_frames": 22, "height": 64, "width": 96}  # 42 tokens of video, 74 of audio
 
 
-def lora_model(
-    seed: int = 0,
-    dtype: torch.dtype = torch.bfloat16,
-    layers: int = TINY["num_layers"],
-    kind: type[MiniMaxH3DiT] = MiniMaxH3DiT,
-) -> MiniMaxH3DiT:
+def lora_model(dtype: torch.dtype = torch.bfloat16, kind: type[MiniMaxH3DiT] = MiniMaxH3DiT) -> MiniMaxH3DiT:
     """A frozen tiny DiT with LoRA whose B matrices are not zero, so that every gradient is real."""
-    torch.manual_seed(seed)
-    model = kind(**TINY | {"num_layers": layers} | ({} if kind is MiniMaxH3DiT else {"time_embed_dim": 24}))
+    torch.manual_seed(0)
+    model = kind(**TINY)
     for buffer in model.buffers():
         torch.nn.init.normal_(buffer)
     model = inject_adapter_in_model(LoraConfig(r=4, lora_alpha=4, target_modules=TARGETS), model.requires_grad_(False))
@@ -107,7 +101,7 @@ class Training(DiffusionTrainingModule):
     """DiffSynth's training module of H3, over samples that are cached.
 
     Args:
-        own_draws: noise and timestep follow from the sample's number, whichever process draws them.
+        cfg_scale: of the guidance that the loss takes out of what the model predicts.
         sizes: of some samples, by number.
         control: the control net's rows are among the inputs.
     """
@@ -116,14 +110,13 @@ class Training(DiffusionTrainingModule):
         self,
         pipe: MiniMaxH3Pipeline | None = None,
         *,
-        own_draws: bool = False,
         cfg_scale: float = 1.0,
         sizes: dict[int, dict[str, int]] | None = None,
         control: bool = False,
     ) -> None:
         super().__init__()
         self.pipe = pipe or pipe_of(lora_model())
-        self.own_draws, self.cfg_scale, self.sizes, self.control = own_draws, cfg_scale, sizes or {}, control
+        self.cfg_scale, self.sizes, self.control = cfg_scale, sizes or {}, control
         self.seen: list[int] = []
         self.losses: list[torch.Tensor] = []
         self.use_gradient_checkpointing = True
@@ -144,8 +137,6 @@ class Training(DiffusionTrainingModule):
             rows = shared["input_latents"].shape[2] * shared["height"] * shared["width"] // 1024
             draws = torch.Generator().manual_seed(number)
             shared["control_rows"] = torch.randn((rows, 196), generator=draws).to(self.pipe.torch_dtype)
-        if self.own_draws:
-            torch.manual_seed(number)
         loss = FlowMatchSFTMiniMaxH3AudioVideoLoss(
             self.pipe, training_cfg_scale=self.cfg_scale, inputs_nega=dict(positive), **shared, **positive
         )
@@ -174,17 +165,8 @@ def step(module: Training, samples: tuple[int, ...] = (1, 2)) -> list[torch.Tens
 # --- a checkpoint in DiffSynth's own file layout
 
 
-def tiny_video_vae() -> Any:
-    """The VAE as it is made, with a narrow encoder and a decoder of one block."""
-    return _narrow_video_vae()
-
-
-def tiny_audio_vae() -> Any:
-    """As it is made, with a narrow encoder."""
-    return _narrow_audio_vae()
-
-
-def _narrow_video_vae() -> MiniMaxH3VideoVAE:
+def tiny_video_vae() -> MiniMaxH3VideoVAE:
+    """The VAE with a narrow encoder and a decoder of one block."""
     from diffsynth.models import minimax_h3_video_vae as code
 
     own = code.ViT3DDecoder
@@ -195,7 +177,8 @@ def _narrow_video_vae() -> MiniMaxH3VideoVAE:
         code.ViT3DDecoder = own
 
 
-def _narrow_audio_vae() -> MiniMaxH3AudioVAE:
+def tiny_audio_vae() -> MiniMaxH3AudioVAE:
+    """The VAE with a narrow encoder."""
     from diffsynth.models import minimax_h3_audio_vae as code
 
     own = code.BigVGAN

@@ -57,20 +57,23 @@ KINDS = {
 }
 
 
-def made(kind: str = "plain", *, dtype: torch.dtype = torch.bfloat16, layers: int = 4) -> h3.Training:
+def made(kind: str = "plain", dtype: torch.dtype = torch.bfloat16) -> h3.Training:
     parts = {"controlnet": h3.control_net(dtype)} if kind == "control net" else {}
-    return h3.Training(h3.pipe_of(h3.lora_model(dtype=dtype, layers=layers), **parts), **KINDS[kind])
+    return h3.Training(h3.pipe_of(h3.lora_model(dtype), **parts), **KINDS[kind])
 
 
 @cache
-def plain_step(kind: str, dtype: torch.dtype = torch.bfloat16, checkpointing: bool = True) -> list[torch.Tensor]:
+def plain_step(kind: str, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
     """Of DiffSynth alone."""
-    module = made(kind, dtype=dtype)
-    module.use_gradient_checkpointing = checkpointing
-    return h3.step(module)
+    return h3.step(made(kind, dtype))
 
 
-@pytest.mark.parametrize("split_at", [None, (1,), (3,), (1, 3)], ids=str)
+SWEEPS = [pytest.mark.slow, pytest.mark.sweep]
+
+
+@pytest.mark.parametrize(
+    "split_at", [*(pytest.param(points, marks=SWEEPS) for points in (None, (1,), (3,))), (1, 3)], ids=str
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_split_gives_the_unsplit_loss_and_gradients(kind: str, split_at: tuple[int, ...] | None) -> None:
     devices = tuple(stage_devices("cpu", len(split_at or (2,)) + 1))
@@ -155,7 +158,14 @@ RUNS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("run", RUNS)
+QUICK = ("split", "streamed", "attention kept")
+IN_SLOW = ("pipeline", "blocks kept", "attention kept in host memory")
+
+
+@pytest.mark.parametrize(
+    "run",
+    [pytest.param(run, marks=() if run in QUICK else pytest.mark.slow if run in IN_SLOW else SWEEPS) for run in RUNS],
+)
 def test_training_writes_the_files_of_diffsynth_alone(
     run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,11 +183,12 @@ def test_training_writes_the_files_of_diffsynth_alone(
         assert text in everything_said()
 
 
+@pytest.mark.slow
 def test_blocks_are_one_graph_whatever_the_length_of_text_and_video(monkeypatch: pytest.MonkeyPatch) -> None:
     use_aot_eager(monkeypatch)
     torch._dynamo.reset()
     expected = plain_step("sizes", torch.float32)
-    module, said = made("sizes", dtype=torch.float32), []
+    module, said = made("sizes", torch.float32), []
     with Undo() as undo:
         compile_blocks(module.pipe, undo, Row.of(said.append), strict=True)
         found = h3.step(module)
@@ -200,7 +211,9 @@ CHANGED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", CHANGED)
+@pytest.mark.parametrize(
+    "run", [pytest.param(run, marks=[pytest.mark.sweep] * (run != "in eight bits")) for run in CHANGED]
+)
 def test_run_whose_blocks_compute_otherwise_learns_nearly_the_same(
     run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,7 +239,11 @@ def _tensors(files: dict[str, bytes]) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("over", [{}, {"PLAN": "stream:3"}, {"DEVICES": "cpu:0,cpu:1"}], ids=str)
+@pytest.mark.parametrize(
+    "over",
+    [{}, *(pytest.param(over, marks=SWEEPS) for over in ({"PLAN": "stream:3"}, {"DEVICES": "cpu:0,cpu:1"}))],
+    ids=str,
+)
 def test_run_that_was_ended_goes_on_where_it_was(
     over: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -441,6 +458,7 @@ def test_user_s_script_streams_on_two_processes_with_the_files_of_two_without(tm
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(900)
 def test_user_s_script_trains_streamed_on_what_it_has_cached(tmp_path: Path, checkpoint: Path) -> None:
     script(tmp_path, checkpoint, "cache", more="--task sft:data_process")
