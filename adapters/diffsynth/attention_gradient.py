@@ -13,12 +13,14 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from wanshim.patching import Feature, Seam, SeamState
+from wanshim.undo import Undo
 
 if TYPE_CHECKING:
     import torch
@@ -29,15 +31,42 @@ WAN = "diffsynth.models.wan_video_dit:flash_attention"
 CORE = "diffsynth.core.attention.attention:attention_forward"
 OF_TORCH = "compatibility_mode"  # the parameter by which both functions call torch's attention
 PATIENCE_S = 60.0
+# The names that DiffSynth's own settings have for the kernels whose flags are called otherwise.
+KERNELS = {f"flash_attn_{number}": f"flash_attention_{number}" for number in (2, 3, 4)} | {
+    "sage_attn": "sage_attention"
+}
 
 
-def torch_computes(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether torch's attention computes in Wan's blocks, in place of an installed kernel, where a gradient is
-    wanted."""
-    from diffsynth.models import wan_video_dit
+def torch_computes(attention: str, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether torch's attention computes in place of an installed kernel, where a gradient is wanted.
 
-    gives_gradient = getattr(wan_video_dit.flash_attention, "gives_gradient", None)
+    Args:
+        attention: the function, by module and name.
+    """
+    module, _, name = attention.partition(":")
+    gives_gradient = getattr(getattr(import_module(module), name), "gives_gradient", None)
     return gives_gradient is not None and not gives_gradient(dtype, device)
+
+
+def kernel_of(attention: str) -> str:
+    """The kernel that an attention function of DiffSynth takes: the first one that its module found installed, or the
+    one that its environment names; "torch": torch's own."""
+    names = vars(import_module(attention.partition(":")[0]))
+    installed = (name for name, value in names.items() if name.endswith("_AVAILABLE") and value is True)
+    first = next((name.removesuffix("_AVAILABLE").lower() for name in installed), "torch")
+    return str(names.get("ATTENTION_IMPLEMENTATION", KERNELS.get(first, first)))
+
+
+@contextmanager
+def attending_by_torch(attention: str) -> Iterator[None]:
+    """The function calls torch's attention, whatever kernel is installed."""
+    module = import_module(attention.partition(":")[0])
+    with Undo() as undo:
+        if hasattr(module, "ATTENTION_IMPLEMENTATION"):
+            undo.set(module, {"ATTENTION_IMPLEMENTATION": "torch"})
+        else:
+            undo.set(module, {name: False for name in vars(module) if name.endswith("_AVAILABLE")})
+        yield
 
 
 def _with_gradient(sizes: tuple[int, ...], heads: tuple[int, ...]) -> Callable[[Attention, SeamState], Attention]:
@@ -53,10 +82,9 @@ def _with_gradient(sizes: tuple[int, ...], heads: tuple[int, ...]) -> Callable[[
 
         @cache
         def note() -> None:
-            kernel = _kernel(vars(sys.modules[seam.seam.module]))
             seam.notes.append(
-                f"no gradient passes through {kernel}: torch's attention computes where a gradient is wanted; "
-                "generation keeps the kernel"
+                f"no gradient passes through {kernel_of(seam.seam.target)}: torch's attention computes where a "
+                "gradient is wanted; generation keeps the kernel"
             )
 
         @cache
@@ -99,13 +127,6 @@ def _with_gradient(sizes: tuple[int, ...], heads: tuple[int, ...]) -> Callable[[
         return attention
 
     return replace
-
-
-def _kernel(names: dict[str, Any]) -> str:
-    """The kernel that DiffSynth takes, as its module names it."""
-    installed = [name for name, value in names.items() if name.endswith("_AVAILABLE") and value]
-    first = next(iter(installed), "the attention kernel").removesuffix("_AVAILABLE")
-    return str(names.get("ATTENTION_IMPLEMENTATION", first))
 
 
 def _will_be_recomputed() -> bool:

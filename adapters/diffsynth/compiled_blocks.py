@@ -1,13 +1,13 @@
-"""`diffsynth.compiled_blocks`: Wan's blocks run as one compiled graph while a LoRA trains.
+"""`diffsynth.compiled_blocks`: blocks of a Wan or MiniMax-H3 DiT run as one compiled graph while a LoRA trains.
 
 While `launch_training_task` runs with WANSHIM_COMPILE=1, each block of the DiT is one graph of
-`torch.compile`, the same graph for all blocks, with the rotary embedding in real fp32 arithmetic. Bits change: fused
+`torch.compile`, the same graph for all blocks, with Wan's rotary embedding in real fp32 arithmetic. Bits change: fused
 kernels round less often than one operator after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
@@ -16,8 +16,6 @@ from wanshim.adapters.diffsynth.training_road import Row, Run, Step, TrainingCal
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
-    import torch
-
     from wanshim.core.compile import CompiledBlocks
     from wanshim.core.strategy import Request, TrainingPlan
 
@@ -26,13 +24,15 @@ EXCHANGED = "self_attn.attn"  # what sequence parallel exchanges tokens around
 
 def refusal(call: TrainingCall, read: settings.Settings) -> str | None:
     """Why the blocks of this training job cannot be compiled, by name, or None."""
-    from diffsynth.models.wan_video_dit import WanModel
-
+    from wanshim.adapters.diffsynth.splitting.micro_batch import known_family
+    from wanshim.adapters.diffsynth.splitting.refusals import refused_part
     from wanshim.core.compile import compiler_refusal
 
     pipe = call.pipe
-    if type(call.dit) is not WanModel:
+    if known_family(call.dit) is None:
         return f"{type(call.dit).__name__}: its blocks are not known to be one graph"
+    if (reason := refused_part(pipe)) is not None:
+        return reason
     if (reason := attached_refusal(call)) is not None:
         return reason
     if getattr(pipe, "use_unified_sequence_parallel", False):
@@ -59,27 +59,29 @@ def graphs_of_a_block(request: Request, processes: int) -> int:
 def compile_blocks(pipe: Any, undo: Undo, row: Row, plan: TrainingPlan | None = None, *, strict: bool = False) -> None:
     """Until `undo` ends, the blocks of this pipeline's DiT run compiled; what does not compile is computed without the
     compiler, or raises if `strict`."""
-    from diffsynth.models import wan_video_dit
-
-    from wanshim.core.compile import CompiledBlocks, rotate_pairs
+    from wanshim.adapters.diffsynth.splitting.micro_batch import known_family
+    from wanshim.adapters.diffsynth.splitting.refusals import dit_blocks
+    from wanshim.core.compile import CompiledBlocks
     from wanshim.core.strategy import Strategy
 
-    def real_rotary(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def rope_apply(x: torch.Tensor, freqs: torch.Tensor, num_heads: int) -> torch.Tensor:
-            turn = original if freqs.is_complex() else rotate_pairs  # complex outside of the graphs
-            return turn(x, freqs, num_heads)
-
-        return rope_apply
+    family = known_family(pipe.dit)
+    assert family is not None  # or it had been refused
 
     def left(cause: str) -> None:
         import logging  # needed by few: not at activation
 
         logging.getLogger("wanshim").warning("wanshim: %s: %s: %s", STEP.feature, STEP.without, cause)
 
-    undo.replace(wan_video_dit, "rope_apply", real_rotary)
+    for target, make in family.in_graphs.items():
+        module, _, name = target.partition(":")
+        undo.replace(import_module(module), name, make)
     exchanged = plan is not None and plan.strategy is Strategy.SEQUENCE
     compiled = CompiledBlocks(
-        pipe.dit.blocks, undo, outside=EXCHANGED if exchanged else None, on_fallback=None if strict else left
+        dit_blocks(pipe.dit),
+        undo,
+        outside=EXCHANGED if exchanged else None,
+        by_value=family.by_value,
+        on_fallback=None if strict else left,
     )
     if exchanged:
         row.report("self-attention, whose tokens are exchanged between ranks, runs between four graphs of a block")
@@ -115,9 +117,17 @@ STEP = Step(
 
 FEATURE = step_feature(
     STEP,
-    summary="Wan's blocks are one compiled graph while a LoRA trains; bits change",
+    summary="blocks of a Wan or MiniMax-H3 DiT are one compiled graph while a LoRA trains; bits change",
     relies_on=tuple(
-        f"diffsynth.models.wan_video_dit:{name}" for name in ("DiTBlock.forward", "SelfAttention.forward", "rope_apply")
+        f"diffsynth.models.{name}"
+        for name in (
+            "wan_video_dit:DiTBlock.forward",
+            "wan_video_dit:SelfAttention.forward",
+            "wan_video_dit:rope_apply",
+            "minimax_h3_dit:MiniMaxH3DiTBlock.forward",
+            "minimax_h3_dit:MiniMaxH3Attention.forward",
+            "minimax_h3_dit:_sdpa_varlen_attention",
+        )
     ),
     why="blocks are compiled while it runs, and nothing afterwards",
     upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open",

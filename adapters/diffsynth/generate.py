@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from wanshim.patching import Feature, Kind, Seam
-from wanshim.patching.pipeline_call import replace_call, start_ahead, watch_forward
+from wanshim.patching.pipeline_call import replace_call, say_not_shared, start_ahead, watch_forward
 
 if TYPE_CHECKING:
     import torch
@@ -215,6 +215,20 @@ FEATURE = Feature(
             why="a loop of the program's own, and a pipeline that is not served, denoise on one GPU without a word",
             upstream="https://github.com/modelscope/DiffSynth-Studio (use_usp needs torchrun and a changed script)",
             remove_when="every loop around a Wan DiT is served",
+        ),
+        Seam(
+            "diffsynth.pipelines.minimax_h3_audio_video:MiniMaxH3Pipeline.from_pretrained",
+            say_not_shared(
+                "MiniMaxH3Pipeline",
+                "MiniMax-H3's packed sequence of text, audio and video is attended to in pieces, and its tokens are "
+                "not shared over GPUs",
+            ),
+            kind=Kind.WRAPT,
+            stacks=True,
+            required=False,
+            why="denoises on one GPU, of however many the user asks for, without a word",
+            upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open",
+            remove_when="MiniMax-H3's tokens go over GPUs",
         ),
     ),
     prepare=start_ahead(("diffsynth.pipelines.wan_video",)),

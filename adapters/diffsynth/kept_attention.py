@@ -32,20 +32,25 @@ def refusal(call: TrainingCall) -> str | None:
 
 
 def _refusal_of_kernel(call: TrainingCall) -> str | None:
-    """Why the attention kernel of Wan's blocks cannot be kept, or None. DiffSynth takes the first one installed."""
+    """Why the attention kernel of the blocks cannot be kept, or None. DiffSynth takes the first one installed."""
     import torch
-    from diffsynth.models import wan_video_dit
 
-    if call.pipe is not None and attention_gradient.torch_computes(call.pipe.torch_dtype, call.device):
+    from wanshim.adapters.diffsynth.splitting.refusals import family_of
+
+    family = family_of(call.dit)
+    if family is None or attention_gradient.torch_computes(family.attention, call.pipe.torch_dtype, call.device):
         return None
-    if wan_video_dit.FLASH_ATTN_3_AVAILABLE:
+    kernel = attention_gradient.kernel_of(family.attention)
+    if kernel == "flash_attention_3":
         if not any(hasattr(torch.ops.flash_attn_3, name) for name in ("fwd", "_flash_attn_forward")):
             return "this FlashAttention 3 calls its kernel past torch's operators: install a newer one"
-    elif wan_video_dit.FLASH_ATTN_2_AVAILABLE:
+    elif kernel == "flash_attention_2":
         if not hasattr(torch.ops.flash_attn, "_flash_attn_forward"):
             return "this flash-attn calls its kernel past torch's operators: install 2.7 or newer"
-    elif wan_video_dit.SAGE_ATTN_AVAILABLE:
+    elif kernel == "sage_attention":
         return "SageAttention has no backward: no gradient passes through it, kept or not"
+    elif kernel not in ("torch", "xformers"):
+        return f"{kernel} is no kernel whose operators are known"
     return None
 
 

@@ -4,9 +4,9 @@
 `model.to` and `accelerator.prepare` come later and find it split. A pipeline made another way is split when
 `launch_training_task` receives it (`splitting/launch.py`). With WANSHIM_PLAN=stream it stays whole and its frozen
 weights come from the host; with WANSHIM_PLAN=sequence every process has it, and the processes of a group train each
-sample together (`splitting/sequence.py`). What is refused is in `splitting/refusals.py`, and where each
-module goes is a table for each family of models (`splitting/wan.py`, `splitting/flux2.py`). The split itself is
-`wanshim.core.model_split`.
+sample together (`splitting/sequence.py`). What is refused is in `splitting/refusals.py`, and where each module goes is
+a table for each family of models (`splitting/wan.py`, `splitting/flux2.py`, `splitting/minimax_h3.py`). The split
+itself is `wanshim.core.model_split`.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ _LEDGER: dict[str, Any] = {
 }
 FEATURE = Feature(
     name=MODEL_SPLIT,
-    summary="a Wan or FLUX.2 DiT over several GPUs: split by blocks, pipelined, its frozen weights streamed, or each "
-    "sample over a group of processes",
+    summary="a Wan, FLUX.2 or MiniMax-H3 DiT over several GPUs: split by blocks, pipelined, its frozen weights "
+    "streamed, or each sample over a group of processes",
     switched_on_by=("devices", "plan"),
     needs_devices=2,
     blocked=blocked,
@@ -94,6 +94,9 @@ FEATURE = Feature(
         "diffsynth.models.wan_video_dit:AttentionModule.forward",
         "diffsynth.diffusion.base_pipeline:PipelineUnitRunner.__call__",  # whose units one rank of a group runs
         "diffsynth.models.flux2_dit:Flux2DiT.forward",
+        "diffsynth.models.minimax_h3_dit:MiniMaxH3DiT.forward",
+        "diffsynth.models.minimax_h3_dit:MiniMaxH3DiTBlock.forward",
+        "diffsynth.pipelines.minimax_h3_audio_video:model_fn_minimax_h3",
         "diffsynth.diffusion.base_pipeline:BasePipeline.to",
         "diffsynth.diffusion.training_module:DiffusionTrainingModule.to",
     ),
@@ -110,16 +113,20 @@ FEATURE = Feature(
                 f"diffsynth.pipelines.{target}.from_pretrained",
                 _in("load", "split_after_loading"),
                 kind=Kind.WRAPT,
+                stacks=True,
+                required=required,
                 why=why,
-                **{**_LEDGER, "upstream": f"https://github.com/modelscope/DiffSynth-Studio/pull/{pull}"},
+                **{**_LEDGER, "upstream": f"https://github.com/modelscope/DiffSynth-Studio{upstream}"},
             )
-            for target, pull, why in (
+            for target, upstream, why, required in (
                 (
                     "wan_video:WanVideoPipeline",
-                    1436,
+                    "/pull/1436",
                     "the one place where every training and inference script gets its DiT",
+                    True,
                 ),
-                ("flux2_image:Flux2ImagePipeline", 1434, "the same for FLUX.2"),
+                ("flux2_image:Flux2ImagePipeline", "/pull/1434", "the same for FLUX.2", True),
+                ("minimax_h3_audio_video:MiniMaxH3Pipeline", ": no issue is open", "the same for MiniMax-H3", False),
             )
         ),
         loop_seam(

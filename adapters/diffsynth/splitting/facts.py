@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
+from wanshim.adapters.diffsynth.splitting.refusals import family_of
 from wanshim.adapters.diffsynth.training_road import CHECKPOINT_OFFLOAD, CHECKPOINTING, RunFacts, TrainingCall
 from wanshim.core.strategy import Video, gathered
 from wanshim.undo import Undo
@@ -62,15 +63,15 @@ def _largest_video(call: TrainingCall) -> Video | None:
     """The largest video that the training script's arguments allow, or None where they do not say."""
     frames, height, width = (call.option(name) for name in ("num_frames", "height", "width"))
     pixels = height * width if height and width else call.option("max_pixels")
-    known = frames and pixels and hasattr(call.pipe, "time_division_factor")
-    return _video(call.pipe, frames, pixels) if known else None
+    return _video(call.pipe, {"num_frames": frames, "pixels": pixels}) if frames and pixels else None
 
 
-def _video(pipe: Any, frames: int, pixels: int) -> Video:
-    """A video of so many frames, each of so many pixels, as tokens."""
-    stride = pipe.time_division_factor
-    per_token = pipe.height_division_factor * pipe.width_division_factor
-    return Video(frames=(frames - 1) // stride + 1, tokens_per_frame=-(-pixels // per_token), stride=stride)
+def _video(pipe: Any, inputs: Mapping[str, Any]) -> Video | None:
+    """The size of the sample of these inputs; None where the pipeline does not say how it makes latents."""
+    family = family_of(getattr(pipe, "dit", None))
+    if family is None or not hasattr(pipe, "time_division_factor"):
+        return None
+    return family.video(pipe, inputs)
 
 
 def _largest(found: list[dict[str, Any]]) -> dict[str, Any]:
@@ -143,16 +144,11 @@ def _facts_of_inputs(pipe: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
     offloading = bool(inputs.get(CHECKPOINT_OFFLOAD))
     if CHECKPOINTING in inputs:
         facts |= {"checkpointing": bool(inputs[CHECKPOINTING] or offloading), "offloading": offloading}
-    stride, patch = getattr(pipe, "time_division_factor", None), getattr(pipe.dit, "patch_size", None)
-    latents = inputs.get("latents", inputs.get("input_latents"))  # a cached sample has the latter
     size: list[Any] = [inputs.get(name) for name in ("num_frames", "height", "width")]
-    if stride is None:
-        return facts
-    if isinstance(latents, torch.Tensor) and latents.dim() == 5 and patch is not None:
-        frames, height, width = (count // each for count, each in zip(latents.shape[2:], patch, strict=True))
-        facts["video"] = asdict(Video(frames=frames, tokens_per_frame=height * width, stride=stride))
-    elif all(isinstance(number, int) for number in size):
-        facts["video"] = asdict(_video(pipe, size[0], size[1] * size[2]))
+    if all(isinstance(number, int) for number in size):
+        inputs = {**inputs, "pixels": size[1] * size[2]}
+    if (video := _video(pipe, inputs)) is not None:
+        facts["video"] = asdict(video)
     return facts
 
 
@@ -180,7 +176,7 @@ class ForwardWatch:
         def model_fn(*args: Any, **inputs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return original(*args, **inputs)
-            shown = DEFAULTS | inputs if self._first else {"latents": inputs.get("latents")}
+            shown = DEFAULTS | inputs if self._first else {n: v for n, v in inputs.items() if n not in DEFAULTS}
             self._compare(self._facts.with_forward(**_facts_of_inputs(self._pipe, shown)), ran=False)
             if not self._first:
                 return original(*args, **inputs)

@@ -1,6 +1,6 @@
 """The placement of a family of models when it is split: the shape of the placement tables, and how they are read.
 
-One table a family: `wan.py`, `flux2.py`. Everything is with the first stage unless the table
+One table a family: `wan.py`, `flux2.py`, `minimax_h3.py`. Everything is with the first stage unless the table
 names it. An exit takes the last block's output and lies with it. A companion is a module outside the blocks that
 works with certain blocks and lies where they do. A satellite is another model of the pipeline that works with the
 DiT.
@@ -14,6 +14,24 @@ from types import SimpleNamespace
 from typing import Any
 
 from wanshim.core.model_split import Companion, SplitHandle, split_model
+from wanshim.core.strategy import Video
+
+BlockInputs = Callable[[Any, int], "tuple[tuple[Any, ...], Mapping[str, Any]]"]
+
+
+def video_of_latents(pipe: Any, inputs: Mapping[str, Any]) -> Video | None:
+    """The size of a sample from the inputs of a pipeline's units or forward, by its latents or by the frames and pixels
+    that they are made of; None if neither is there."""
+    stride, patch = pipe.time_division_factor, getattr(pipe.dit, "patch_size", None)
+    latents = inputs.get("latents", inputs.get("input_latents"))  # a cached sample has the latter
+    if getattr(latents, "ndim", 0) == 5 and patch is not None:
+        frames, height, width = (count // each for count, each in zip(latents.shape[2:], patch, strict=True))
+        return Video(frames=frames, tokens_per_frame=height * width, stride=stride)
+    if "pixels" not in inputs:
+        return None
+    per_token = pipe.height_division_factor * pipe.width_division_factor
+    frames = (inputs["num_frames"] - 1) // stride + 1
+    return Video(frames=frames, tokens_per_frame=-(-inputs["pixels"] // per_token), stride=stride)
 
 
 @dataclass(frozen=True)
@@ -32,7 +50,7 @@ class Companions:
 
 
 @dataclass(frozen=True)
-class BlockInputs:
+class Hints:
     """A model of the pipeline that computes something for certain blocks before the first of them runs."""
 
     owner: str
@@ -50,11 +68,24 @@ class Family:
         exits: attribute paths of modules that take the last block's output, one of which is called.
         split_classes: the DiTs that are split, by module and class.
         refused_classes: DiTs that are not split, by class, each with the reason.
+        refused_parts: what of the pipeline, where it is there and true, keeps its DiT from being split, each with the
+            reason.
+        attention: the function by which the blocks attend, by module and name; its module has a flag for each kernel
+            that is installed.
+        known_classes: the DiTs whose blocks are known to be one graph, and to be called as `block_inputs` says.
+        block_inputs: of a pipeline and a number of tokens: positional and named arguments of a block, tensors without
+            elements.
+        in_graphs: functions of DiffSynth, by module and name, each with what makes of it what compiled blocks call.
+        by_value: arguments of a block whose numbers decide what it computes, and which compiled blocks get as numbers.
+        chunked: paths in a block to the modules that compute token by token, and so in chunks too.
+        video: the size of a sample, from the inputs of the pipeline's units or of its forward; frames and pixels of a
+            video that is not encoded yet are in `num_frames` and `pixels`.
         satellites: models of the pipeline that stay with the DiT, by attribute.
         companions, hints: what works with certain blocks.
         second: the parts of a second expert of a pair, each with the part of the first that it stands for.
         text_encoders: by attribute of the pipeline, module and class.
         sharded_classes: the DiTs whose tokens can be sharded over processes, by module and class.
+        why_not_sharded: the reason, behind the statement that they are not; empty: nobody has proven it.
         sees_all_tokens: what of the pipeline, where it is there, works on whole frames between the blocks.
         pipeline_refusal: why its micro-batches cannot overlap, or None.
         side_models: frozen models that share the first device with the first stage, by attribute of the pipeline, each
@@ -67,12 +98,21 @@ class Family:
     exits: tuple[str, ...]
     split_classes: tuple[str, ...]
     refused_classes: Mapping[str, str] = field(default_factory=dict)
+    refused_parts: Mapping[str, str] = field(default_factory=dict)
+    attention: str = "diffsynth.core.attention.attention:attention_forward"
+    known_classes: tuple[str, ...] = ()
+    block_inputs: BlockInputs | None = None
+    in_graphs: Mapping[str, Callable[[Any], Callable[..., Any]]] = field(default_factory=dict)
+    by_value: tuple[str, ...] = ()
+    chunked: tuple[str, ...] = ()
+    video: Callable[[Any, Mapping[str, Any]], Video | None] = video_of_latents
     satellites: tuple[str, ...] = ()
     companions: tuple[Companions, ...] = ()
-    hints: tuple[BlockInputs, ...] = ()
+    hints: tuple[Hints, ...] = ()
     second: Mapping[str, str] = field(default_factory=dict)
     text_encoders: Mapping[str, str] = field(default_factory=dict)
     sharded_classes: tuple[str, ...] = ()
+    why_not_sharded: str = ""
     sees_all_tokens: tuple[str, ...] = ()
     pipeline_refusal: str | None = None
     side_models: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -12,7 +12,7 @@ import torch
 from wanshim.adapters.diffsynth import compiled_blocks, eight_bit_compute, kept_attention, kept_blocks
 from wanshim.adapters.diffsynth.checkpoint_offload import offload_asked
 from wanshim.adapters.diffsynth.splitting import refusals, side_models
-from wanshim.adapters.diffsynth.splitting.micro_batch import KNOWN_DITS, micro_batch
+from wanshim.adapters.diffsynth.splitting.micro_batch import is_chunkable, known_family, micro_batch
 from wanshim.adapters.diffsynth.splitting.steps import STEPS
 from wanshim.adapters.diffsynth.training_road import TrainingCall
 from wanshim.core.model_split import SplitHandle
@@ -157,16 +157,16 @@ def named_plan(read: Settings) -> str | None:
 
 def _unpredictable(pipe: Any, video: Video | None, trial: Callable[[int], object]) -> tuple[str, bool]:
     """Why no peak can be predicted, or nothing; and whether the blocks compute the same in chunks."""
-    name = type(pipe.dit).__name__
-    if name not in KNOWN_DITS:
+    name, chunkable = type(pipe.dit).__name__, is_chunkable(pipe.dit)
+    if known_family(pipe.dit) is None:
         return f"{name} is not a model whose blocks are known; no chunks", False
     if video is None:
-        return "the training script's arguments do not say how large the videos are", True
+        return "the training script's arguments do not say how large the videos are", chunkable
     try:
         trial(video.tokens)
     except Exception as error:  # a block that cannot be run on shapes is no reason not to train
         return f"{name} does not run on shapes alone: {error}", False
-    return "", True
+    return "", chunkable
 
 
 def _streamable(dit: torch.nn.Module) -> tuple[tuple[int, ...], dict[Strategy, str]]:

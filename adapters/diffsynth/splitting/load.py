@@ -19,6 +19,7 @@ from wanshim.adapters.diffsynth.splitting.refusals import (
     FAMILIES,
     family_of,
     heads_refusal,
+    not_sharded,
     ranks_here,
     refusal,
     refuse,
@@ -63,7 +64,7 @@ def load_to_host(original: Callable[..., Any], seam: SeamState) -> Callable[...,
             return original(self, config, path, vram_config, *args, **kwargs)
         seam.pass_by()  # whether it has an effect shows when the pipeline is split
         read = seam.settings
-        _check_heads(config, read)
+        _check_sharded(config, read)
         if config["model_class"] not in _host_first.get() or low_precision.options_refusal(kwargs.get("quantize")):
             return original(self, config, path, vram_config, *args, **kwargs)
         _check_weights(config["model_class"], path, vram_config, kwargs.get("quantize"), read, seam.notes.append)
@@ -123,13 +124,19 @@ def _paths(path: str | list[str]) -> list[Path]:
     return [Path(part) for part in (path if isinstance(path, list | tuple) else [path])]
 
 
-def _check_heads(config: Mapping[str, Any], read: Settings) -> None:
-    """Refuse more ranks than attention heads before the DiT is loaded, if its configuration names the heads."""
-    heads = config.get("extra_kwargs", {}).get("num_heads")
-    sharded = any(config["model_class"] in family.sharded_classes for family in FAMILIES)
-    if not sharded or heads is None or read.plan_name != "sequence":
+def _check_sharded(config: Mapping[str, Any], read: Settings) -> None:
+    """Refuse a DiT before it is loaded, if its tokens are not sharded, or there are more ranks than the attention heads
+    that its configuration names."""
+    model_class = config["model_class"]
+    family = next((family for family in FAMILIES if model_class in family.split_classes), None)
+    if family is None or read.plan_name != "sequence":
         return
-    if (reason := heads_refusal(heads, read)) is not None:
+    heads = config.get("extra_kwargs", {}).get("num_heads")
+    if model_class not in family.sharded_classes:
+        reason: str | None = not_sharded(model_class.rpartition(".")[2], family)
+    else:
+        reason = heads_refusal(heads, read) if heads is not None else None
+    if reason is not None:
         raise FeatureUnavailable(f"{read.sources['plan']}=sequence cannot train this model: {reason}")
 
 

@@ -1,4 +1,4 @@
-"""One micro-batch through a block of a Wan DiT: its bytes, and the same computed in chunks of tokens."""
+"""One micro-batch through a block of a DiT: its bytes, and the same computed in chunks of tokens."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
+from wanshim.adapters.diffsynth.attention_gradient import attending_by_torch
+from wanshim.adapters.diffsynth.splitting.family import Family, class_of
+from wanshim.adapters.diffsynth.splitting.refusals import dit_blocks, family_of
 from wanshim.adapters.diffsynth.training_road import Row, Run, TrainingCall
 from wanshim.core.strategy import MicroBatch, trace_block
 from wanshim.core.strategy.chunking import chunk_module, chunk_rotary
 from wanshim.settings import Settings
 from wanshim.undo import Undo
 
-KNOWN_DITS = ("WanModel",)  # whose blocks are called with activation, context, modulation and frequencies
-TEXT_TOKENS, IMAGE_TOKENS = 512, 257  # what WanModel's prompt and CLIP image take of the context
-NORMS = ("self_attn.norm_q", "self_attn.norm_k", "cross_attn.norm_q", "cross_attn.norm_k")
-FLASH_FLAGS = ("FLASH_ATTN_3_AVAILABLE", "FLASH_ATTN_2_AVAILABLE", "SAGE_ATTN_AVAILABLE")
 # Bytes a token and channel of a block's widest product, on top of what the block needs as it is, if compiled blocks
 # multiply in eight bits: the factor in eight bits, and what the kernel gives. Measured on one H200 with float8
 # (benchmarks/results/training_step_eight_bit_1xH200.json): 3.0. The kernel of int8 gives four bytes, not two.
@@ -37,42 +37,38 @@ def micro_batch(
         graphs: that a compiled block is; 0: the blocks are not compiled.
         compute: the eight-bit format in which they multiply; None: as they are.
     """
-    from diffsynth.models import wan_video_dit
-
-    dit = pipe.dit
-    block = dit.blocks[0]
-    shape = {"device": "meta", "dtype": pipe.torch_dtype}
-    context = TEXT_TOKENS + (IMAGE_TOKENS if getattr(dit, "has_image_input", False) else 0)
-    each = (tokens,) if getattr(dit, "seperated_timestep", False) else ()  # a time step for every token
-    x = torch.empty((1, tokens, dit.dim), **shape)
-    frequencies = torch.empty((tokens, 1, dit.dim // block.num_heads // 2), dtype=torch.complex128, device="meta")
-    shared = (
-        torch.empty((1, context, dit.dim), **shape),
-        torch.empty((1, *each, 6, dit.dim), **shape),
-        frequencies,
-    )
-    with Undo() as trial:
-        for flag in FLASH_FLAGS:  # other kernels know no shapes alone, and hold what a flash kernel holds
-            trial.replace(wan_video_dit, flag, lambda _: False)
+    family = known_family(pipe.dit)
+    assert family is not None  # or nothing is predicted
+    assert family.block_inputs is not None
+    block = dit_blocks(pipe.dit)[0]
+    args, kwargs = family.block_inputs(pipe, tokens)
+    # other kernels know no shapes alone, and hold what a flash kernel holds
+    with Undo() as trial, attending_by_torch(family.attention):
         if chunk is not None:
-            chunk_block(block, chunk, trial)
+            chunk_block(block, chunk, trial, family.chunked)
             chunk_rope(chunk, trial)
-        working = trace_block(block, (x, *shared))
-    bytes_of = [t.numel() * t.element_size() for t in (x, *shared)]
+        working = trace_block(block, args, kwargs)
+    bytes_of = [leaf.nbytes for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
     eight_bit = EIGHT_BIT_BYTES[compute] * tokens * _widest(block) if graphs and compute else 0
     kept = int(working.kept * COMPILED_KEPT[graphs]) if graphs else working.kept
     return MicroBatch(
         bytes_of[0], sum(bytes_of[1:]), kept, working.peak + eight_bit,
-        attention=bytes_of[0], attention_sums=4 * tokens * block.num_heads,
+        attention=working.attention, attention_sums=working.attention_sums,
     )  # fmt: skip
+
+
+def known_family(dit: object) -> Family | None:
+    """The family of a DiT whose blocks are known to be called as its table says, or None."""
+    family = family_of(dit)
+    return family if family is not None and class_of(dit) in family.known_classes else None
 
 
 def _widest(block: torch.nn.Module) -> int:
     return max(max(m.in_features, m.out_features) for m in block.modules() if isinstance(m, nn.Linear))
 
 
-def chunk_block(block: torch.nn.Module, tokens: int, undo: Undo, paths: tuple[str, ...] = (*NORMS, "ffn")) -> None:
-    """The feed-forward network and the norms of queries and keys, in chunks of tokens."""
+def chunk_block(block: torch.nn.Module, tokens: int, undo: Undo, paths: tuple[str, ...]) -> None:
+    """Modules of a block that compute token by token, in chunks of tokens."""
 
     def chunked(module: torch.nn.Module) -> Callable[[Any], Any]:
         return lambda original: chunk_module(module, original, tokens)
@@ -90,8 +86,10 @@ def chunk_rope(tokens: int, undo: Undo) -> None:
 
 def chunk_blocks(dit: Any, tokens: int, undo: Undo) -> str:
     """All blocks in chunks, until `undo` is removed; the statement for the user."""
-    for block in dit.blocks:
-        chunk_block(block, tokens, undo)
+    family = family_of(dit)
+    assert family is not None  # or it had been refused
+    for block in dit_blocks(dit):
+        chunk_block(block, tokens, undo, family.chunked)
     chunk_rope(tokens, undo)
     return (
         f"rotary embedding, norms and feed-forward network in chunks of {tokens} tokens: the first two bit for bit, "
@@ -108,5 +106,10 @@ def apply(run: Run, row: Row) -> None:
 
 def refusal(call: TrainingCall, read: Settings) -> str | None:
     """Why this job's blocks cannot run in chunks, or None."""
-    name = type(call.dit).__name__
-    return None if name in KNOWN_DITS else f"{name} is not a model whose blocks are known"
+    return None if is_chunkable(call.dit) else f"the blocks of {type(call.dit).__name__} are not known in chunks"
+
+
+def is_chunkable(dit: object) -> bool:
+    """Whether the blocks are known to compute the same in chunks of tokens."""
+    family = known_family(dit)
+    return family is not None and bool(family.chunked)

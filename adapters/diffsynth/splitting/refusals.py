@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from wanshim.adapters.diffsynth.splitting import flux2, low_precision, wan
+from wanshim.adapters.diffsynth.splitting import flux2, low_precision, minimax_h3, wan
 from wanshim.adapters.diffsynth.splitting.family import Family, class_of, part_of
 from wanshim.adapters.diffsynth.training_road import Report, TrainingCall
 from wanshim.core.model_split import SplitHandle
@@ -19,7 +19,7 @@ from wanshim.settings import Settings, launched
 
 log = logging.getLogger("wanshim")
 
-FAMILIES = (wan.FAMILY, flux2.FAMILY)
+FAMILIES = (wan.FAMILY, flux2.FAMILY, minimax_h3.FAMILY)
 
 
 def family_of(dit: object) -> Family | None:
@@ -44,7 +44,14 @@ def refusal(pipe: Any) -> str | None:
         return _unknown(getattr(pipe, "dit", None))
     second = family.second_of(pipe)
     reasons = [_refusal_of(dit, family) for dit in (pipe.dit, *([second.dit] if second else []))]
-    return next((reason for reason in reasons if reason is not None), None)
+    return next((reason for reason in reasons if reason is not None), refused_part(pipe))
+
+
+def refused_part(pipe: Any) -> str | None:
+    """Why a part of this pipeline keeps its DiT from being split, or None."""
+    family = family_of(pipe.dit)
+    parts = family.refused_parts if family is not None else {}
+    return next((reason for path, reason in parts.items() if part_of(pipe, path)), None)
 
 
 def _unknown(dit: object) -> str:
@@ -157,11 +164,16 @@ def sequence_refusal(call: TrainingCall, read: Settings) -> str | None:
 def why_not_sharded(pipe: Any, family: Family) -> str | None:
     """The reason for which this pipeline's forward needs all tokens on one device, or None."""
     if class_of(pipe.dit) not in family.sharded_classes:
-        return f"{type(pipe.dit).__name__}: the tokens of {family.name}'s blocks are not sharded"
+        return not_sharded(type(pipe.dit).__name__, family)
     for owner in family.sees_all_tokens:
         if part_of(pipe, owner) is not None:
             return f"{owner} works between the blocks on all tokens of a frame"
     return None
+
+
+def not_sharded(dit_class: str, family: Family) -> str:
+    """The reason why the tokens of DiTs of this class stay on one device."""
+    return f"{dit_class}: the tokens of {family.name}'s blocks are not sharded{family.why_not_sharded}"
 
 
 def why_sharded_by_diffsynth(pipe: Any) -> str | None:

@@ -2,7 +2,41 @@
 
 from __future__ import annotations
 
-from wanshim.adapters.diffsynth.splitting.family import BlockInputs, Companions, Family
+from collections.abc import Mapping
+from typing import Any
+
+from wanshim.adapters.diffsynth.splitting.family import Companions, Family, Hints
+
+TEXT_TOKENS, IMAGE_TOKENS = 512, 257  # what WanModel's prompt and CLIP image take of the context
+
+
+def block_inputs(pipe: Any, tokens: int) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Activation, context, modulation and frequencies of one call of a block."""
+    import torch
+
+    dit = pipe.dit
+    shape = {"device": "meta", "dtype": pipe.torch_dtype}
+    context = TEXT_TOKENS + (IMAGE_TOKENS if getattr(dit, "has_image_input", False) else 0)
+    each = (tokens,) if getattr(dit, "seperated_timestep", False) else ()  # a time step for every token
+    head = dit.dim // dit.blocks[0].num_heads
+    return (
+        torch.empty((1, tokens, dit.dim), **shape),
+        torch.empty((1, context, dit.dim), **shape),
+        torch.empty((1, *each, 6, dit.dim), **shape),
+        torch.empty((tokens, 1, head // 2), dtype=torch.complex128, device="meta"),
+    ), {}
+
+
+def real_rotary(original: Any) -> Any:
+    """`rope_apply` in real numbers where the frequencies are: inside the graphs."""
+    from wanshim.core.compile import rotate_pairs
+
+    def rope_apply(x: Any, freqs: Any, num_heads: int) -> Any:
+        turn = original if freqs.is_complex() else rotate_pairs
+        return turn(x, freqs, num_heads)
+
+    return rope_apply
+
 
 FAMILY = Family(
     name="Wan",
@@ -14,6 +48,11 @@ FAMILY = Family(
         "diffsynth.models.wan_video_dit_s2v.WanS2VModel",
     ),
     sharded_classes=("diffsynth.models.wan_video_dit.WanModel",),
+    known_classes=("diffsynth.models.wan_video_dit.WanModel",),
+    attention="diffsynth.models.wan_video_dit:flash_attention",
+    block_inputs=block_inputs,
+    in_graphs={"diffsynth.models.wan_video_dit:rope_apply": real_rotary},
+    chunked=("self_attn.norm_q", "self_attn.norm_k", "cross_attn.norm_q", "cross_attn.norm_k", "ffn"),
     sees_all_tokens=("animate_adapter", "vap", "dit.music_injector"),
     refused_classes={
         "LongCatVideoTransformer3DModel": "LongCat-Video keeps caches of its own on one device, outside Wan's blocks",
@@ -46,5 +85,5 @@ FAMILY = Family(
         Companions("vap", "blocks", lambda vap: vap.mot_layers_mapping, after=False),
     ),
     # VACE computes all its hints before the blocks; each is added behind the block it is for
-    hints=(BlockInputs("vace", lambda vace: list(vace.vace_layers)),),
+    hints=(Hints("vace", lambda vace: list(vace.vace_layers)),),
 )

@@ -339,8 +339,11 @@ def test_tokens_over_ranks_give_the_same_gradients_with_kept_blocks(tmp_path: Pa
 
 
 def call(state: Any = None, **options: object) -> TrainingCall:
-    accelerator = SimpleNamespace(state=state or SimpleNamespace(deepspeed_plugin=None))
-    return TrainingCall(accelerator=accelerator, model=None, logger=None, dataset=None, options=options, script=None)
+    state = state or SimpleNamespace(deepspeed_plugin=None)
+    accelerator = SimpleNamespace(state=state, device=torch.device("cpu"))
+    pipe = SimpleNamespace(dit=variants.tiny("t2v").dit, torch_dtype=torch.float32)
+    model = SimpleNamespace(pipe=pipe)
+    return TrainingCall(accelerator=accelerator, model=model, logger=None, dataset=None, options=options, script=None)
 
 
 def test_what_cannot_be_kept_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

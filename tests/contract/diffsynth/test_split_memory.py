@@ -14,6 +14,7 @@ from tests.contract.diffsynth.training import FEATURE
 from tests.contract.diffsynth.video_job import limit, predicted_bytes, train
 from wanshim.adapters.diffsynth.splitting import job, micro_batch
 from wanshim.adapters.diffsynth.splitting import launch as split_launch
+from wanshim.adapters.diffsynth.splitting.wan import FAMILY
 from wanshim.adapters.diffsynth.training_road import Row, Run, Step
 from wanshim.errors import PlacementInvalid
 from wanshim.undo import Undo
@@ -115,7 +116,7 @@ def test_chunked_model_gives_the_loss_and_nearly_the_gradients_of_the_whole() ->
     model = wan.lora_model()
     with Undo() as undo:
         for block in model.blocks:
-            micro_batch.chunk_block(block, 5, undo)
+            micro_batch.chunk_block(block, 5, undo, FAMILY.chunked)
         micro_batch.chunk_rope(5, undo)
         found = wan.train_step(model, "t2v", "cpu", torch.float32, use_gradient_checkpointing=True)
     for one, other in zip(expected, found, strict=True):
@@ -129,7 +130,7 @@ def test_norms_and_rotary_embedding_in_chunks_give_the_bits_of_the_whole() -> No
     model = wan.lora_model(dtype=torch.bfloat16)
     with Undo() as undo:
         for block in model.blocks:
-            micro_batch.chunk_block(block, 5, undo, micro_batch.NORMS)
+            micro_batch.chunk_block(block, 5, undo, FAMILY.chunked[:-1])
         micro_batch.chunk_rope(5, undo)
         found = wan.train_step(model, "t2v", "cpu", torch.bfloat16, use_gradient_checkpointing=True)
     assert all(map(torch.equal, expected, found))

@@ -107,13 +107,15 @@ def test_offload_by_the_option_of_diffsynth_that_is_refused_is_without_effect(
 def test_chunks_that_a_model_does_not_take_are_named_and_end_a_strict_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(micro_batch, "KNOWN_DITS", ())
+    monkeypatch.setattr(micro_batch, "is_chunkable", lambda dit: False)
     for name, value in {"CHUNK": "16", "PLAN": "stream"}.items():
         monkeypatch.setenv(f"WANSHIM_{name}", value)
     wanshim.activate("none,diffsynth.model_split")
     train(tmp_path, Training)
-    assert "no chunks of tokens: WanModel" in "\n".join(wanshim.report().row("diffsynth.model_split").notes)
+    assert "no chunks of tokens: the blocks of WanModel are not known in chunks" in "\n".join(
+        wanshim.report().row("diffsynth.model_split").notes
+    )
     monkeypatch.setenv("WANSHIM_STRICT", "1")
     wanshim.activate("none,diffsynth.model_split")
-    with pytest.raises(FeatureUnavailable, match="WANSHIM_CHUNK is unavailable here: WanModel"):
+    with pytest.raises(FeatureUnavailable, match="WANSHIM_CHUNK is unavailable here: the blocks of WanModel"):
         train(tmp_path, Training)

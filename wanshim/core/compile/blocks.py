@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cache, partial, wraps
 from types import MethodType
@@ -56,6 +56,8 @@ class CompiledBlocks:
 
     Args:
         blocks: modules whose first argument is the activation, a tensor.
+        by_value: named arguments of the blocks, tensors of a few numbers, which the graph gets as numbers, for it
+            cannot read them out of a tensor. Other numbers compile a graph for any.
         outside: path in a block to the submodule of a submodule that runs outside of graphs. Default: none.
         on_fallback: takes the cause, in one line, for which a graph or all blocks of a class are computed without the
             compiler. A graph that has no kernels runs as the operators in it, so that nothing is computed twice and
@@ -71,10 +73,11 @@ class CompiledBlocks:
         undo: Undo,
         *,
         outside: str | None = None,
+        by_value: Collection[str] = (),
         on_fallback: Callable[[str], None] | None = None,
     ) -> None:
         self.count = CompileCount()
-        self._on_fallback = on_fallback
+        self._on_fallback, self._by_value = on_fallback, by_value
         self._graphs_of_a_block = 1 if outside is None else 4
         self._break: str | None = None  # why a graph ended before its block, or the submodule outside, did
         self._lock = threading.Lock()
@@ -156,6 +159,10 @@ class CompiledBlocks:
 
         return run
 
+    def _for_graph(self, name: str, value: Any) -> Any:
+        is_read = name in self._by_value and isinstance(value, torch.Tensor)
+        return tuple(value.tolist()) if is_read else _real(value)
+
     def _fall_back(self, cause: str) -> None:
         if cause not in self.count.eager and self._on_fallback is not None:
             self._on_fallback(cause)
@@ -175,7 +182,7 @@ class CompiledBlocks:
             if torch.is_grad_enabled() and not x.requires_grad:
                 x = x.detach().requires_grad_()  # the first block's input: with it, all blocks are one graph
             try:
-                result = graph(block, x, *map(_real, args), **{name: _real(value) for name, value in kwargs.items()})
+                result = graph(block, x, *map(_real, args), **{n: self._for_graph(n, v) for n, v in kwargs.items()})
             except torch._dynamo.exc.TorchDynamoException as error:
                 if self._on_fallback is None or self._graphs_of_a_block > 1:  # ranks may have exchanged something
                     raise _broken(name, _text_of(error)) from error

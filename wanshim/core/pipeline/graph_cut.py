@@ -1,38 +1,41 @@
 """A cut of autograd's graph in two, so that each half can have its backward by itself.
 
-Neither half holds the value at the cut: what the blocks beside it saved may leave the device while nobody works on it,
+Neither half holds the values at the cut: what the blocks beside it saved may leave the device while nobody works on it,
 as checkpoint offload has it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 
 class GraphCut:
-    """Between `output`, where a graph ends, and `begin`, the same value where the next one begins."""
+    """Between `outputs`, where a graph ends, and `begin`, the same values where the next one begins."""
 
-    def __init__(self, output: torch.Tensor) -> None:
-        self.gradient: torch.Tensor | None = None  # of the value, between the backwards of both graphs
-        self._end = _End.apply(output, self) if output.requires_grad else None  # type: ignore[no-untyped-call]
+    def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
+        # of the values, between the backwards of both graphs
+        self.gradients: list[torch.Tensor | None] = [None] * len(outputs)
+        tracked = any(output.requires_grad for output in outputs)
+        self._end = _End.apply(self, *outputs) if tracked else None  # type: ignore[no-untyped-call]
 
-    def begin(self, value: torch.Tensor) -> torch.Tensor:
-        """`value`, detached and maybe on another device, as the next graph gets it. Called on the stream on which that
-        graph computes."""
+    def begin(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """`values`, detached and maybe on another device, as the next graph gets them. Called on the stream on which
+        that graph computes."""
         if self._end is None:
-            return value
-        anchor = torch.empty((), device=value.device, requires_grad=True)  # or autograd would not follow
-        return _Begin.apply(anchor, value, self)  # type: ignore[no-any-return, no-untyped-call]
+            return list(values)
+        anchor = torch.empty((), device=values[0].device, requires_grad=True)  # or autograd would not follow
+        return [_Begin.apply(anchor, value, self, i) for i, value in enumerate(values)]  # type: ignore[no-untyped-call]
 
     def backward(self, leaves: list[torch.Tensor], due: list[torch.Tensor]) -> bool:
-        """Backward of the graph that ends here, from `gradient`. `due` comes first in the gradients of these leaves.
+        """Backward of the graph that ends here, from `gradients`. `due` comes first in the gradients of these leaves.
 
         Returns:
             Whether there was anything to do.
         """
-        if self.gradient is None or self._end is None:
+        if self._end is None or all(gradient is None for gradient in self.gradients):
             return False
         torch.autograd.backward([self._end, *leaves], [torch.zeros_like(self._end), *due])
         return True
@@ -40,23 +43,23 @@ class GraphCut:
 
 class _End(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, cut: GraphCut) -> torch.Tensor:
+    def forward(ctx: Any, cut: GraphCut, *outputs: torch.Tensor) -> torch.Tensor:
         ctx.cut = cut
-        return output.new_empty((), dtype=torch.float32)
+        return outputs[0].new_empty((), dtype=torch.float32)
 
     @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, None]:
-        gradient, ctx.cut.gradient = ctx.cut.gradient, None
-        return gradient, None
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradients, ctx.cut.gradients = ctx.cut.gradients, [None] * len(ctx.cut.gradients)
+        return None, *gradients
 
 
 class _Begin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor, cut: GraphCut) -> torch.Tensor:
-        ctx.cut = cut
+    def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor, cut: GraphCut, number: int) -> torch.Tensor:
+        ctx.cut, ctx.number = cut, number
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, None]:
-        (ctx.cut.gradient,) = gradients
-        return None, None, None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, None, None]:
+        (ctx.cut.gradients[ctx.number],) = gradients
+        return None, None, None, None

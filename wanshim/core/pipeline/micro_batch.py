@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextvars
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -192,20 +192,34 @@ class MicroBatchRun:
         self._received[stage].append(Received(value, leaf))
         return leaf
 
-    def leave(self, stage: int, output: torch.Tensor, last: bool) -> torch.Tensor:
-        """The output of a block as the caller gets it; behind a stage's last block, in the next stage."""
+    def leave(self, stage: int, output: Any, last: bool) -> Any:
+        """The output of a block, a tensor or a tuple of them, as the caller gets it; behind a stage's last block, in
+        the next stage."""
         self.stages.stream_of(stage).limit_run_ahead()
         if not last and not self._cut_every_block:
             return output
-        cut = GraphCut(output)
+        outputs = output if isinstance(output, tuple) else (output,)
+        cut = GraphCut(outputs)
         self._cuts[stage].append(cut)
-        if not last:
-            return cut.begin(output.detach())
-        arrived, ready = self.stages.link(stage, stage + 1).copy(output)
-        self._note(False, "forward", stage)
-        self.schedule.give(Unit.FORWARD, stage)
-        self._move_to(stage + 1, ready)
-        return cut.begin(arrived)
+        if last:
+            arrived, ready = self._sent(stage, stage + 1, outputs)
+            self._note(False, "forward", stage)
+            self.schedule.give(Unit.FORWARD, stage)
+            self._move_to(stage + 1, ready)
+        else:
+            arrived = [value.detach() for value in outputs]
+        begun = cut.begin(arrived)
+        return tuple(begun) if isinstance(output, tuple) else begun[0]
+
+    def _sent(self, source: int, target: int, values: Sequence[Any]) -> tuple[list[Any], Any]:
+        """Tensors, or None, of one stage in another, and the event from which on all of them may be read there: copies
+        follow one another."""
+        ready, arrived = None, []
+        for value in values:
+            if value is not None:
+                value, ready = self.stages.link(source, target).copy(value)
+            arrived.append(value)
+        return arrived, ready
 
     def _note(self, begin: bool, what: str, stage: int) -> None:
         if self.stages.trace is not None:
@@ -217,8 +231,7 @@ class MicroBatchRun:
         schedule, num_stages = self.schedule, len(self.stages.streams)
         owed: dict[torch.Tensor, tuple[int, torch.Tensor]] = {}  # gradients of what the prologue made, and where
         for stage in reversed(range(num_stages)):
-            gradient = self._cuts[stage][-1].gradient
-            arrived, ready = (None, None) if gradient is None else self.stages.link(stage + 1, stage).copy(gradient)
+            arrived, ready = self._sent(stage + 1, stage, self._cuts[stage][-1].gradients)
             schedule.take(Unit.BACKWARD, stage, self.number)
             self.stages.stream_of(stage).enter()
             self.stages.stream_of(stage).wait(ready)
@@ -230,11 +243,11 @@ class MicroBatchRun:
             schedule.give(Unit.BACKWARD, stage)
 
     def _backward_of_stage(
-        self, stage: int, gradient: torch.Tensor | None, owed: dict[torch.Tensor, tuple[int, torch.Tensor]]
+        self, stage: int, gradients: list[Any], owed: dict[torch.Tensor, tuple[int, torch.Tensor]]
     ) -> None:
         stream, cuts = self.stages.stream_of(stage), self._cuts[stage]
         leaves, due = self._due_here(stage, owed)
-        cuts[-1].gradient = gradient
+        cuts[-1].gradients = gradients
         while cuts:
             if cuts.pop().backward(leaves, due):
                 leaves, due = [], []

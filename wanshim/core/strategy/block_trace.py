@@ -26,11 +26,19 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 @dataclass(frozen=True)
 class Working:
-    """Bytes on top of a block's inputs and parameters: kept for backward, and the peak (which includes it)."""
+    """Bytes on top of a block's inputs and parameters.
+
+    Args:
+        kept: for backward.
+        peak: which includes it.
+        attention, attention_sums: the outputs of self-attention and their log-sum-exp, which are kept too.
+    """
 
     kept: int
     peak: int
     peak_at: str
+    attention: int = 0
+    attention_sums: int = 0
 
 
 def trace_block(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Working:
@@ -39,8 +47,9 @@ def trace_block(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     Args:
         block: its parameters may lie anywhere; they are read for shape and dtype alone. A quantised weight counts in
             the dtype it is computed in.
-        args, kwargs: tensors of any device, of which only shape and dtype count. The first tensor is the activation
-            that gradients flow to; the output's gradient counts as one of the block's own tensors.
+        args, kwargs: tensors of any device, of which only shape and dtype count; what else a block is called with it
+            gets as it is. The first tensor is the activation that gradients flow to; the output's gradient counts as
+            one of the block's own tensors.
 
     Raises:
         whatever the block raises on meta tensors, such as a kernel that knows none.
@@ -53,9 +62,10 @@ def trace_block(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     activation = next(leaf for leaf in tree_leaves(placed) if isinstance(leaf, torch.Tensor))
     activation.requires_grad_(True)
     counter = _Counter([*state.values(), *(t for t in tree_leaves(placed) if isinstance(t, torch.Tensor))])
-    with _FlashShapes(), counter, torch.enable_grad():
+    shapes = _FlashShapes()
+    with shapes, counter, torch.enable_grad():
         kept = torch.func.functional_call(both, state, (counter, *placed[0]), placed[1])
-    return Working(kept, counter.peak, counter.peak_at)
+    return Working(kept, counter.peak, counter.peak_at, shapes.outputs, shapes.sums)
 
 
 def trace_forward(
@@ -189,7 +199,14 @@ def _empty_like(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 class _FlashShapes(TorchFunctionMode):
-    """Attention of meta tensors as a flash kernel would hold them, in place of the whole score matrix."""
+    """Attention of meta tensors as a flash kernel would hold them, in place of the whole score matrix.
+
+    `outputs` and `sums` are the bytes of all self-attentions that ran, and of their log-sum-exp.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs = self.sums = 0
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -197,6 +214,10 @@ class _FlashShapes(TorchFunctionMode):
         if func is torch.nn.functional.scaled_dot_product_attention:
             given = (*args, *((kwargs or {})[name] for name in ("query", "key", "value")[len(args) :]))[:3]
             if given[0].is_meta:
+                query, key, _ = given
+                if query.shape == key.shape:
+                    self.outputs += query.nbytes
+                    self.sums += query[..., 0].numel() * torch.float32.itemsize
                 return _Flash.apply(*given)
         return func(*args, **(kwargs or {}))
 

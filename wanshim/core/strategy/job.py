@@ -11,20 +11,31 @@ from wanshim.values import Strategy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Video:
-    """The largest sample: latent frames, tokens of one of them, and frames of video between two of them."""
+    """The largest sample.
+
+    Args:
+        frames: latent frames, or groups of them where a VAE makes several at a time.
+        tokens_per_frame: of one of them.
+        stride: frames of video between two of them.
+        first: frames of video in the first of them.
+        beside: tokens of text and the like in the same sequence; less than 0 where the first of the frames has so many
+            fewer than the others.
+    """
 
     frames: int
     tokens_per_frame: int
     stride: int
+    first: int = 1
+    beside: int = 0
 
     @property
     def tokens(self) -> int:
-        return self.frames * self.tokens_per_frame
+        return self.frames * self.tokens_per_frame + self.beside
 
     @property
     def length(self) -> int:
         """Frames of video in its latent frames."""
-        return (self.frames - 1) * self.stride + 1
+        return (self.frames - 1) * self.stride + self.first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

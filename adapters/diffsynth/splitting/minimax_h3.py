@@ -1,0 +1,108 @@
+"""The placement of a MiniMax-H3 pipeline when its DiT is split: the table, as data. Its shape is in `family.py`.
+
+A sample is one sequence: text, audio and video, filled up to a multiple of 64. `cu_seqlens` says where attention ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from wanshim.adapters.diffsynth.splitting.family import Family, Hints
+from wanshim.core.strategy import Video
+
+GROUP, FIRST = 5, 2  # latent frames of each group of `time_division_factor` frames of video, and those before
+LATENT_PIXELS = 16  # of a side, for one latent
+PATCH = 2
+AUDIO_RATE, FRAME_RATE, CHANNELS = 40.0, 24.0, 2
+TEXT_TOKENS, ALIGNMENT = 512, 64
+MODALITIES = 3
+TIMESTEPS = 2  # of video and audio; conditions have one more
+
+
+def video_of(pipe: Any, inputs: Mapping[str, Any]) -> Video | None:
+    """The size of a sample: that of the packed sequence, if there is one, else by latents, else by frames and pixels,
+    with a prompt of 512 tokens."""
+    latents = inputs.get("video_latents", inputs.get("input_latents"))
+    if getattr(latents, "ndim", 0) == 5:
+        groups = (latents.shape[2] - FIRST) // GROUP
+        per_frame = latents.shape[3] // PATCH * (latents.shape[4] // PATCH)
+    elif "pixels" in inputs:
+        groups = (inputs["num_frames"] - pipe.time_division_remainder) // pipe.time_division_factor
+        per_frame = -(-inputs["pixels"] // (LATENT_PIXELS * PATCH) ** 2)
+    else:
+        return None
+    stride, first = pipe.time_division_factor, pipe.time_division_remainder
+    audio = round((groups * stride + first) / FRAME_RATE * AUDIO_RATE) * CHANNELS
+    used = TEXT_TOKENS + audio + (groups * GROUP + FIRST) * per_frame
+    packed = inputs.get("packed")
+    tokens = packed["seq_len"] if packed else -(-used // ALIGNMENT) * ALIGNMENT
+    per_group = GROUP * per_frame + round(stride / FRAME_RATE * AUDIO_RATE * CHANNELS)
+    beside = tokens - (groups + 1) * per_group
+    return Video(frames=groups + 1, tokens_per_frame=per_group, stride=stride, first=first, beside=beside)
+
+
+def block_inputs(pipe: Any, tokens: int) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """The tokens, and what all blocks share. The bounds are read by value, and so they have elements."""
+    import numpy as np
+    import torch
+
+    dit = pipe.dit
+    width = dit.blocks[0].adaln_proj.linear.in_features
+    shape = {"device": "meta", "dtype": pipe.torch_dtype}
+    return (torch.empty((tokens, dit.hidden_size), **shape),), {
+        "t_emb": torch.empty((TIMESTEPS, width), **shape),
+        "combined_indices": torch.empty((tokens,), dtype=torch.long, device="meta"),
+        "rope_freqs": torch.empty((tokens, 6 * dit.rope.inv_freq_len), device="meta"),
+        "cu_seqlens": np.array([0, tokens]),
+        "max_seqlen": tokens,
+    }
+
+
+class Bounds:
+    """Numbers that a tensor was made of, as `tolist` gives them."""
+
+    def __init__(self, numbers: tuple[int, ...]) -> None:
+        self.numbers = numbers
+
+    def tolist(self) -> tuple[int, ...]:
+        return self.numbers
+
+
+def attention_between_numbers(original: Any) -> Any:
+    """`_sdpa_varlen_attention` whose bounds are numbers inside the graphs: a graph cannot read those of a tensor."""
+
+    def attention(q: Any, k: Any, v: Any, cu_seqlens: Any, softmax_scale: float) -> Any:
+        bounds = Bounds(cu_seqlens) if isinstance(cu_seqlens, tuple) else cu_seqlens
+        return original(q, k, v, cu_seqlens=bounds, softmax_scale=softmax_scale)
+
+    return attention
+
+
+FAMILY = Family(
+    name="MiniMax-H3",
+    modules="diffsynth.models.minimax_h3_dit",
+    blocks=("blocks",),
+    exits=("final_layer",),
+    split_classes=(
+        "diffsynth.models.minimax_h3_dit.MiniMaxH3DiT",
+        "diffsynth.models.minimax_h3_dit_comfy.MiniMaxH3DiTComfy",
+        "diffsynth.models.minimax_h3_dit_comfy.MiniMaxH3DiTComfyPruned",
+    ),
+    refused_parts={"dit.vdn_enabled": "VDN: its blocks attend by kernels of their own, over a layout that they keep"},
+    known_classes=("diffsynth.models.minimax_h3_dit.MiniMaxH3DiT",),
+    block_inputs=block_inputs,
+    in_graphs={"diffsynth.models.minimax_h3_dit:_sdpa_varlen_attention": attention_between_numbers},
+    by_value=("cu_seqlens", "max_seqlen"),
+    video=video_of,
+    why_not_sharded=", since they attend in pieces of one packed sequence of text, audio and video",
+    text_encoders={"text_encoder": "diffsynth.models.minimax_h3_text_encoder.MiniMaxH3TextEncoder"},
+    side_models={
+        "text_encoder": ("forward",),
+        "video_vae": ("encode_video", "decode_video"),
+        "audio_vae": ("encode_audio", "decode_audio"),
+    },
+    satellites=("controlnet",),
+    # the control net computes all its hints before the blocks; each is added behind the block it is for
+    hints=(Hints("controlnet", lambda controlnet: list(controlnet.control_layers)),),
+)
