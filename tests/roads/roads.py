@@ -88,7 +88,7 @@ TRAINING = (
     Road("WANSHIM_VAE_ENCODE=auto wanshim run --gpus 4 -- python train.py ...", apart=ROUNDING, arguments=FP32, gpus=4,
          says=(SPLIT, "diffsynth.vae_encode exercised"), sweep=True),
     Road("WANSHIM_ENCODE_CACHE=auto wanshim run --gpus 2 -- python train.py ...", apart=ROUNDING, arguments=FP32,
-         gpus=2, says=(SPLIT, "diffsynth.encode_cache exercised")),
+         gpus=2, says=(SPLIT, "diffsynth.encode_cache exercised"), sweep=True),
     Road("WANSHIM_ENCODE_CACHE=auto wanshim run -- accelerate launch train.py ...", reference=ACCELERATE,
          says=("diffsynth.encode_cache exercised",), sweep=True),
     Road("WANSHIM_PLAN=sequence wanshim run -- accelerate launch --num_processes 4 train.py ...", apart=ROUNDING,
@@ -298,6 +298,7 @@ def travel(command: str, arguments: str, folder: Path, checkpoint: Path, *, on_c
         line = re.sub(r"accelerate launch --num_processes (\d+)", r"torchrun --nproc-per-node \1", line)
         line = line.replace("accelerate launch", "accelerate launch --cpu")
         variables |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+        variables["HOME"] = str(folder / "home")  # what is kept in the tester's is of no road, nor of any release
     else:  # several roads at once, and no variable says accelerate's port
         line = line.replace("accelerate launch", "accelerate launch --main_process_port 0")
     programs = _programs(folder / "bin")
