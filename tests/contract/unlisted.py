@@ -27,10 +27,11 @@ REFUSED_WITHOUT_ITS_ROW: dict[str, tuple[str, ...]] = {
     "diffsynth.compiled_blocks": ("2.0.12", "2.0.16"),
     "diffsynth.eight_bit_compute": ("2.0.12", "2.0.16"),
     "diffsynth.encode_cache": ("2.0.12", "2.0.16"),
+    "diffsynth.generate": ("2.1.0", "2.1.5"),
     "diffsynth.kept_attention": ("2.0.12", "2.0.16"),
     "diffsynth.model_split": (
         *("2.0.2", "2.0.3", "2.0.4", "2.0.5", "2.0.6"),
-        *("2.0.10", "2.0.11", "2.0.12", "2.0.16", "2.1.0"),
+        *("2.0.10", "2.0.11", "2.0.12", "2.0.16", "2.1.0", "2.1.5", "2.1.6"),
     ),
     "diffsynth.progress": ("2.0.12", "2.0.16"),
     "diffusers.generate": (
