@@ -96,6 +96,7 @@ def _entries(folder: Path) -> list[Path]:
 # Three epochs over video files
 
 
+@pytest.mark.slow
 def test_each_sample_is_encoded_once_with_the_bits_of_the_run_without(train: Any, activate: Any) -> None:
     options = {"kind": "mp4", "epochs": 3}
     expected = _plain_run(**options)
@@ -111,6 +112,7 @@ def test_each_sample_is_encoded_once_with_the_bits_of_the_run_without(train: Any
     assert job.encoded(later) == {"encode": 0, "forward": 0}
 
 
+@pytest.mark.slow
 def test_accumulated_and_repeated_samples(train: Any, activate: Any) -> None:
     options = {"accumulation": 2, "repeat": 2, "epochs": 1}
     expected = _plain_run(**options)
@@ -132,6 +134,7 @@ def activate_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callabl
     return on
 
 
+@pytest.mark.slow
 def test_planned_run_encodes_before_it_trains_and_its_encoders_leave(
     train: Any, activate_planned: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -335,13 +338,18 @@ def _trained_text_encoder(module: Any) -> None:
     ("change", "reason", "encoded"),
     [
         (_sampling_vae, f"{VIDEO_UNIT} is computed in each step: it draws at random", {"encode": 6, "forward": 2}),
-        (_trained_text_encoder, f"{PROMPT_UNIT} is computed in each step: text_encoder trains", {"encode": 3}),
+        pytest.param(
+            _trained_text_encoder,
+            f"{PROMPT_UNIT} is computed in each step: text_encoder trains",
+            {"encode": 3},
+            marks=pytest.mark.slow,
+        ),
         (_with_unit(_reads_noise), "Own is computed in each step: it reads noise, which WanVideoUnit_Noise", {}),
         pytest.param(
             _with_unit(_swallows_the_refusal),
             "Own is computed in each step: it reads noise, which",
             {},
-            marks=pytest.mark.slow,
+            marks=[pytest.mark.slow, pytest.mark.sweep],
         ),
         pytest.param(
             _with_unit(_changes_inputs),
@@ -353,13 +361,13 @@ def _trained_text_encoder(module: Any) -> None:
             _with_unit(_sets_the_pipeline),
             "Own is computed in each step: it sets the pipeline's own_count",
             {},
-            marks=pytest.mark.slow,
+            marks=[pytest.mark.slow, pytest.mark.sweep],
         ),
         pytest.param(
             _with_unit(_runs_the_dit),
             "Own is computed in each step: it runs dit, which it does not name",
             {},
-            marks=pytest.mark.slow,
+            marks=[pytest.mark.slow, pytest.mark.sweep],
         ),
     ],
     ids=["sampling VAE", "trained", "reads noise", "swallows", "changes inputs", "sets", "runs another model"],

@@ -158,8 +158,8 @@ RUNS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
 }
 
 
-QUICK = ("split", "streamed", "attention kept")
-IN_SLOW = ("pipeline", "blocks kept", "attention kept in host memory")
+QUICK = ("streamed",)
+IN_SLOW = ("split", "attention kept", "pipeline", "blocks kept", "attention kept in host memory")
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,10 @@ def train(folder: Path, kind: type[Training], **changed: Any) -> None:
 @pytest.mark.parametrize(
     ("feature", "variables", "kind", "reason"),
     [
-        ("diffsynth.compiled_blocks", {"COMPILE": "1"}, Idle, "nothing was compiled: no block ran"),
+        pytest.param(
+            *("diffsynth.compiled_blocks", {"COMPILE": "1"}, Idle, "nothing was compiled: no block ran"),
+            marks=pytest.mark.slow,
+        ),
         (KEPT, {"KEEP": "attention"}, Idle, "no attention was kept: no checkpointed block ran"),
         (KEPT, {"KEEP": "attention"}, Elsewhere, "no attention was kept: no checkpointed block ran"),
         (KEPT, {"KEEP": "blocks"}, Idle, "no block was kept: none of them ran"),
