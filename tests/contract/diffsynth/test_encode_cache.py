@@ -161,6 +161,7 @@ def test_planned_run_of_samples_that_are_drawn_keeps_its_vae(train: Any, activat
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_sample_that_cannot_be_read_before_is_the_training_s_to_fail(train: Any, activate_planned: Any) -> None:
     samples = job.dataset(_made() / "gif")
     samples.data[2]["video"] = "missing.gif"
@@ -384,6 +385,7 @@ def test_what_is_not_kept_is_named_and_computed_in_each_step(
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_samples_that_the_dataset_draws_are_not_kept_for_long(train: Any, activate: Any) -> None:
     def samples() -> Any:
         made = job.dataset(_made() / "gif")

@@ -447,6 +447,7 @@ def written(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(900)
 def test_user_s_script_streams_on_two_processes_with_the_files_of_two_without(tmp_path: Path, checkpoint: Path) -> None:
     """One copy of the waiting weights, for both processes of the host."""

@@ -435,7 +435,7 @@ def test_another_process_that_trains_the_run_is_named_and_one_that_was_killed_is
     variables = {"WANSHIM_FEATURES": f"none,{NAME}", "WANSHIM_RESUME": "auto"}
     other = Fork(resume_runs._train, tmp_path / "said", {**variables, "WANSHIM_SAVE_EVERY": "1"}, tmp_path, {
         "at": 3, "end": "SIGSTOP" if alive else "SIGKILL", "workers": 2,
-    })  # fmt: skip
+    }, "resume_job")  # fmt: skip
     status = Path(f"/proc/{other.pid}/status")
     while not other.has_ended() and "(stopped)" not in status.read_text():
         time.sleep(0.02)
