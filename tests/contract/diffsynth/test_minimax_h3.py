@@ -468,3 +468,22 @@ def test_user_s_script_trains_streamed_on_what_it_has_cached(tmp_path: Path, che
     said = script(tmp_path, checkpoint, "streamed", "--gpus", "1", PLAN="stream", STRICT="1", **cached)
     assert "streaming 2 of 4 blocks to cpu" in said
     assert written(tmp_path / "streamed") == written(tmp_path / "plain")
+
+
+@pytest.mark.slow
+@pytest.mark.sweep
+@pytest.mark.timeout(900)
+def test_user_s_script_encodes_its_videos_and_sounds_once(tmp_path: Path, checkpoint: Path) -> None:
+    script(tmp_path, checkpoint, "plain", more="--num_epochs 2")
+    said = script(
+        tmp_path,
+        checkpoint,
+        "kept",
+        "--gpus",
+        "1",
+        more="--num_epochs 2",
+        ENCODE_CACHE=f"{tmp_path}/encoded",
+        STRICT="1",
+    )
+    assert f"8 results were computed and 16 read in {tmp_path}/encoded" in said
+    assert written(tmp_path / "kept") == written(tmp_path / "plain")

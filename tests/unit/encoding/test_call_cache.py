@@ -136,6 +136,19 @@ def test_result_that_cannot_be_made_again_is_not_kept(
     assert reason in cache.reasons["encoder"]
 
 
+def test_tensor_with_two_names_is_one_again(cache: CallCache) -> None:
+    """As a pipeline's latents are, of which a loop changes one in place."""
+
+    def encode() -> dict[str, torch.Tensor]:
+        latents = torch.arange(3.0)
+        return {"latents": latents, "input_latents": latents}
+
+    for _ in range(2):
+        found = ask(cache, Encoder(encode))
+        assert found["latents"] is found["input_latents"]
+    assert not cache.reasons
+
+
 def test_results_that_share_memory_are_not_kept(cache: CallCache) -> None:
     both = torch.ones(2)
     ask(cache, Encoder(lambda: {"a": both[:1], "b": both[1:]}))

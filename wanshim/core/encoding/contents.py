@@ -137,12 +137,13 @@ def packed(outputs: Any, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dic
     places = {id(value): name for name, value in inputs.items() if value is not None}
     tensors: dict[str, torch.Tensor] = {}
     described: dict[str, Any] = {}
+    seen: dict[int, str] = {}  # a tensor may have two names, as a pipeline's latents
     try:
         for name, value in outputs.items():
             if id(value) in places and not isinstance(value, (bool, int, float, str)):
                 described[name] = {"input": places[id(value)]}
             else:
-                described[name] = {"value": flatten(value, name, tensors)}
+                described[name] = {"value": flatten(value, name, tensors, seen=seen)}
     except NotFlat as error:
         raise Fallback(f"its result {error}, which is not {error.expected}") from None
     memory = [tensor.untyped_storage().data_ptr() for tensor in tensors.values()]
