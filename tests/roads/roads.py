@@ -117,7 +117,7 @@ TRAINING = (
     Road("WANSHIM_PROGRESS_DIR=training_logs wanshim run -- accelerate launch train.py ...", reference=ACCELERATE,
          says=("diffsynth.progress exercised",), sweep=True),
     Road("WANSHIM_RESUME=auto wanshim run -- accelerate launch train.py ...", reference=ACCELERATE,
-         says=("diffsynth.resume exercised",)),
+         says=("diffsynth.resume exercised",), sweep=True),
     Road("WANSHIM_OFFLOAD=on wanshim run -- accelerate launch train.py ... --use_gradient_checkpointing",
          reference=ACCELERATE, arguments=LARGER, says=("diffsynth.checkpoint_offload exercised",), on_cpu=False),
     Road("WANSHIM_KEEP=attention wanshim run -- accelerate launch train.py ... --use_gradient_checkpointing",
