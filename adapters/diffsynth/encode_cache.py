@@ -172,7 +172,7 @@ class EncodedUnits:
 
     @contextmanager
     def _beside(self, unit: Any) -> Iterator[list[str]]:
-        """What a unit does in the body beside its result."""
+        """A unit's effects in the body beside its result, as text."""
         pipe, named = self._pipe, set(unit.onload_model_names)
         done: list[str] = []
         others = [(name, model) for name, model in pipe.named_children() if name not in named]
@@ -255,7 +255,7 @@ def _switches(value: Any) -> dict[str, Any]:
 
 
 def _kernels(device: torch.device) -> list[Any]:
-    """What chooses kernels beside what `numerics` names."""
+    """The settings that choose kernels, beside those that `numerics` names."""
     import torch
 
     cudnn, chosen = torch.backends.cudnn, torch.are_deterministic_algorithms_enabled()
@@ -357,7 +357,7 @@ def _apply(run: Run, row: Row) -> None:
 
 
 def summary(cache: CallCache, folder: Path) -> str:
-    """What became of the calls of a run."""
+    """The counts of a run's results, and the units that are computed in each step, as text."""
     counts = cache.counts
     parts = [f"{counts['computed']} results were computed and {counts['read']} read in {folder}"]
     if cache.num_damaged:

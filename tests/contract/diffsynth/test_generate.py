@@ -172,9 +172,11 @@ def test_lora_that_is_fused_between_calls_reaches_the_copy(shared: SharedPipelin
 def test_blocks_that_are_compiled_are_compiled_in_the_copy(shared: SharedPipeline) -> None:
     """By Inductor, whose bits are not those of the blocks as they were."""
     pipe = wan_pipelines.MADE["t2v"]()
-    if not hasattr(pipe, "compile_pipeline"):
-        pytest.skip("this release compiles no pipeline")
-    pipe.compile_pipeline(compile_models=["dit"], dynamic=False)
+    if hasattr(pipe, "compile_pipeline"):
+        pipe.compile_pipeline(compile_models=["dit"], dynamic=False)
+    else:  # earlier releases: what that does
+        for block in pipe.dit.blocks:
+            block.compile(dynamic=False)
     expected = generate(pipe, "t2v")
     assert torch.equal(expected, run(shared, pipe, "t2v", (2, 1)))
     longer = generate(pipe, "t2v", num_frames=9)

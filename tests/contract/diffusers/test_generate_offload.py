@@ -32,11 +32,7 @@ WAYS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "kind"), WAYS)
 def test_script_that_offloads_has_its_frames_over_gpus(way: str, kind: str, tmp_path: Path) -> None:
-    expected, _ = scripts.run(tmp_path / "alone", SCRIPT, way, kind)
-    found, said = scripts.run(tmp_path / "shared", SCRIPT, way, kind, behind=scripts.generate(2))
-    assert all(map(torch.equal, expected, found))
-    assert "WanPipeline on cpu, cpu: guidance over 2, bit for bit the frames of one GPU" in said, said
-    assert "left to the framework" not in said.replace("one GPU: the guidance scale switches guidance off", ""), said
+    scripts.check_shared(tmp_path, SCRIPT, way, kind)
 
 
 @pytest.mark.slow

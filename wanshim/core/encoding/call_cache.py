@@ -112,7 +112,8 @@ class CallCache:
         try:
             if name in self.left:
                 raise Fallback(self.left[name])
-            key = sha256_json([identity(), self._content(inputs)])
+            described = self._content(inputs)
+            key = sha256_json([identity(), described])
         except Fallback as reason:
             return self._leave(name, str(reason), compute, inputs, device)
         if key in self._without_tensors:
@@ -123,7 +124,7 @@ class CallCache:
             return found
         with self._turn(key):
             found = self._read(name, key, inputs, device)  # another process may have computed it meanwhile
-            return found if found is not None else self._compute(name, key, compute, inputs, device, beside)
+            return found if found is not None else self._compute(name, key, compute, inputs, described, device, beside)
 
     def _content(self, inputs: Mapping[str, Any]) -> str:
         return content(dict(sorted(inputs.items())), self._drawn_of(inputs))
@@ -151,12 +152,20 @@ class CallCache:
         return unpacked(described, tensors, inputs, device)
 
     def _compute(
-        self, name: str, key: str, compute: Compute, inputs: Mapping[str, Any], device: torch.device, beside: Any
+        self,
+        name: str,
+        key: str,
+        compute: Compute,
+        inputs: Mapping[str, Any],
+        described: str,
+        device: torch.device,
+        beside: Callable[[], AbstractContextManager[list[str]]],
     ) -> Any:
-        """Compute, and keep the result if another call with these inputs has the same one."""
+        """Compute, and keep the result if another call with these inputs, whose content is `described`, has the same
+        one."""
         drawn = self._drawn_of(inputs)
         stand_ins = {n: Withheld.of(value) for n, value in inputs.items() if id(value) in drawn}
-        given, before, described = {**inputs, **stand_ins}, draw_states(device), self._content(inputs)
+        given, before = {**inputs, **stand_ins}, draw_states(device)
         result = None
         with suppress(WithheldRead), beside() as done:
             result = compute(**given)

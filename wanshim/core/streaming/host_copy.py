@@ -127,7 +127,7 @@ class HostCopy:
 
     @property
     def parts(self) -> list[int]:
-        """Where to begin anew when pages are locked: no copy crosses from one block to another."""
+        """The bounds between blocks, at which locking pages begins anew: no copy crosses one."""
         return [begin for begin, _ in self.bounds[1:]]
 
     def lock(self, device: torch.device) -> None:

@@ -233,7 +233,7 @@ def _bound(function: Any, owner: Any) -> MethodType:
 
 
 def _context_of(context: Any) -> bytes:
-    if not hasattr(type(context), "__reduce__") or not type(context).__module__.startswith("torch._dynamo."):
+    if not type(context).__module__.startswith("torch._dynamo."):
         raise WorkersInvalid(
             "a module that is compiled in a way that this torch does not say",
             expected="torch.compile(module), module.compile() or compile_repeated_blocks()",
