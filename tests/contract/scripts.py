@@ -30,10 +30,14 @@ def generate(gpus: int) -> tuple[str, ...]:
     return *WANSHIM, "generate", "--gpus", str(gpus), "--"
 
 
-def check_shared(folder: Path, module: str, *arguments: str) -> None:
-    """Demand that the script has its frames over two processes, by guidance in each call that has it."""
+def check_shared(folder: Path, module: str, *arguments: str) -> str:
+    """Demand that the script has its frames over two processes, by guidance in each call that has it.
+
+    Returns:
+        What it said then on its standard error.
+    """
     expected, _ = run(folder / "alone", module, *arguments)
     found, said = run(folder / "shared", module, *arguments, behind=generate(2))
     assert all(map(torch.equal, expected, found))
     assert "WanPipeline on cpu, cpu: guidance over 2, bit for bit the frames of one GPU" in said, said
-    assert "left to the framework" not in said.replace("one GPU: the guidance scale switches guidance off", ""), said
+    return said

@@ -28,7 +28,10 @@ SCRIPT = "tests.contract.diffusers.compiling"
     ],
 )
 def test_script_that_compiles_has_its_frames_over_gpus(way: str, backend: str, tmp_path: Path) -> None:
-    scripts.check_shared(tmp_path, SCRIPT, way, backend)
+    said = scripts.check_shared(tmp_path, SCRIPT, way, backend)
+    off = "the guidance scale switches guidance off: a step has one forward"
+    left = f"1 time: WanPipeline on one GPU: {off}; it is compiled as one device computes it"
+    assert f"exercised, 4 calls of WanPipeline.__call__, of which left to the framework {left}" in said, said
 
 
 @pytest.mark.parametrize(
