@@ -6,7 +6,7 @@
     wanshim generate --gpus 1 -- python benchmarks/generate_script.py group 3 --limit 8 --pair
 
 The first argument says how it offloads the transformer: none, model, or group, which is diffusers' with a stream; the
-second how many steps. `--pair` has both experts of Wan 2.2, and `--limit` holds torch's allocator to so many GiB once
+second how many steps. `--pair` has both experts of Wan 2.2, `--compile` compiles their blocks, and `--limit` holds torch's allocator to so many GiB once
 the models are made. It prints, of each call, seconds, the digest of its frames and the peak in GiB of its own GPU; and
 the host memory of its process at the end, shared and locked.
 """
@@ -69,10 +69,15 @@ parser = argparse.ArgumentParser()
 parser.add_argument("offload", choices=("none", "model", "group"))
 parser.add_argument("steps", type=int)
 parser.add_argument("--pair", action="store_true")
+parser.add_argument("--compile", action="store_true")
 parser.add_argument("--limit", type=float)
 given = parser.parse_args()
 start = time.perf_counter()
 pipe = pipeline(given.offload, given.pair)
+if given.compile:
+    for name in ("transformer", "transformer_2"):
+        if getattr(pipe, name) is not None:
+            getattr(pipe, name).compile_repeated_blocks(fullgraph=True)
 made_in = time.perf_counter() - start
 if given.limit:
     torch.cuda.set_per_process_memory_fraction(given.limit * 2**30 / torch.cuda.get_device_properties(0).total_memory)
@@ -97,5 +102,12 @@ for height, width, frames in SIZES:
     seconds, peak = time.perf_counter() - start, torch.cuda.max_memory_allocated() / 2**30
     digest = hashlib.sha256(video.float().cpu().numpy()).hexdigest()[:12]
     calls.append({"size": [height, width, frames], "seconds": seconds, "frames": digest, "peak_GiB": peak})
-row = {"offload": given.offload, "pair": given.pair, "limit_GiB": given.limit, "made_s": made_in, "calls": calls}
+row = {
+    "offload": given.offload,
+    "pair": given.pair,
+    "compile": given.compile,
+    "limit_GiB": given.limit,
+    "made_s": made_in,
+    "calls": calls,
+}
 print(json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, **row, "host_GiB": host()}))

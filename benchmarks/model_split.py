@@ -46,8 +46,13 @@ def build(args: argparse.Namespace, device: str) -> WanModel:
             dim=args.dim, in_dim=1, ffn_dim=1, out_dim=1, text_dim=1, freq_dim=2, eps=1e-6, patch_size=(1, 2, 2),
             num_heads=args.heads, num_layers=0, has_image_input=False,
         ).freqs  # fmt: skip
+    return with_lora(model, args.rank, TARGETS, device)
+
+
+def with_lora(model: Any, rank: int, targets: list[str], device: str) -> Any:
+    """A frozen model with LoRA, all of it drawn from one seed."""
     model.requires_grad_(False)
-    model = inject_adapter_in_model(LoraConfig(r=args.rank, lora_alpha=args.rank, target_modules=TARGETS), model)
+    model = inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=targets), model)
     generator = torch.Generator(device=device).manual_seed(1)
     for name, parameter in model.named_parameters():
         flat = parameter.dim() < 2

@@ -19,6 +19,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,18 +105,29 @@ def gibs(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gib", type=gibs, help="memory of each GPU, or one number a GPU")
     parser.add_argument("--output", default="sequence-training-output")
     parser.add_argument("--json", type=Path)
-    base.add_sizes(parser)
-    args = parser.parse_args()
+
+
+def run(
+    args: argparse.Namespace,
+    build: Callable[[argparse.Namespace, str], Any],
+    samples: Callable[[argparse.Namespace], Any],
+    training: Callable[[Any, torch.device], Any],
+) -> None:
+    """DiffSynth's loop of one model on its samples; the first process reports.
+
+    Args:
+        build: makes the DiT with LoRA on a device.
+        training: makes the training module of that DiT.
+    """
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     device = indexed(accelerator.device)
     on_cuda = device.type == "cuda"
-    dit = base.build(args, str(device))
+    dit = build(args, str(device))
     if args.gib and on_cuda:
         dit.to("cpu")
         gc.collect()
@@ -126,12 +138,19 @@ def main() -> None:
     clock = Clock(args.output, on_cuda)
     begin = time.perf_counter()
     # taken from its module now, as a script that imports it after wanshim is active has it
-    runner.launch_training_task(accelerator, Samples(args), Training(dit, device), clock, args=options_of_script(args))
+    runner.launch_training_task(accelerator, samples(args), training(dit, device), clock, args=options_of_script(args))
     steps = [after - before for before, after in zip(clock.ends[1:], clock.ends[2:], strict=False)]
     peak = torch.cuda.max_memory_allocated() / 2**30 if on_cuda else 0.0
     plans, peaks = gather_object([planned()]), gather_object([peak])
     if accelerator.process_index == 0:
         report(args, steps, clock, peaks, plans, begin)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    base.add_sizes(parser)
+    run(parser.parse_args(), base.build, Samples, Training)
 
 
 def options_of_script(args: argparse.Namespace) -> argparse.Namespace:
