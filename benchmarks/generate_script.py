@@ -6,9 +6,9 @@
     wanshim generate --gpus 1 -- python benchmarks/generate_script.py group 3 --limit 8 --pair
 
 The first argument says how it offloads the transformer: none, model, or group, which is diffusers' with a stream; the
-second how many steps. `--pair` has both experts of Wan 2.2, `--compile` compiles their blocks, and `--limit` holds torch's allocator to so many GiB once
-the models are made. It prints, of each call, seconds, the digest of its frames and the peak in GiB of its own GPU; and
-the host memory of its process at the end, shared and locked.
+second how many steps. `--pair` has both experts of Wan 2.2, `--compile` compiles their blocks, and `--limit` holds
+torch's allocator to so many GiB once the models are made. It prints, of each call, seconds, the digest of its frames
+and the peak in GiB of its own GPU; and the host memory of its process at the end, shared and locked.
 """
 
 import argparse
