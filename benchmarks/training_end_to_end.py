@@ -10,9 +10,10 @@ small with `--tiny`, which the CPU trains. Three ways, each in processes of its 
     DiffSynth, two tasks  its own --task sft:data_process, then --task sft:train on the files of that
     wanshim               WANSHIM_ENCODE_CACHE=FOLDER wanshim run --gpus N -- python ...
 
-Records for each epoch the median seconds of a step and its samples, the seconds of the whole loop with all that it
-encodes, and the peak of each GPU. A step of N processes of DiffSynth's own has N samples, one of wanshim's has one:
-`seconds_a_sample` compares them.
+Records for each epoch the seconds of a step, from the end of its first step to that of its last, the seconds of the
+whole loop with all that it encodes, and the peak of each GPU. A step of N processes of DiffSynth's own has N samples,
+one of wanshim's has one: `seconds_a_sample` compares them. The GPU is waited for at those two steps alone: a loop
+reads the next sample while the GPU computes.
 """
 
 from __future__ import annotations
@@ -20,12 +21,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -116,25 +115,40 @@ def _frozen(model: torch.nn.Module) -> torch.nn.Module:
 
 
 class Clock(ModelLogger):  # type: ignore[misc]
-    """Notes when each step ends, and saves nothing."""
+    """Notes when an epoch begins, when its first step ends and when its last does, and saves nothing."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(folder)
-        self.ends: list[list[float]] = [[time.perf_counter()]]
-        self.losses: list[float] = []
+        self.epochs: list[dict[str, Any]] = []
+        self.losses: list[torch.Tensor] = []
+        self.begin, self.first, self.steps = time.perf_counter(), 0.0, 0
 
     def on_step_end(self, accelerator: Any, model: Any, save_steps: Any = None, **kwargs: Any) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.ends[-1].append(time.perf_counter())
-        self.losses.append(float(kwargs["loss"]))
+        self.losses.append(kwargs["loss"].detach().clone())
+        self.steps += 1
+        if self.steps == 1:
+            self.first = _now()
 
     def on_epoch_end(self, accelerator: Any, model: Any, epoch_id: int) -> None:
-        self.ends.append([self.ends[-1][-1]])
+        end = _now()
+        steady = (end - self.first) / (self.steps - 1) if self.steps > 1 else None
+        epoch = {"steps": self.steps, "seconds_a_step": steady, "seconds": end - self.begin}
+        if accelerator.is_main_process:
+            print(f"epoch {epoch_id}: {epoch}", flush=True)
+        self.epochs.append(epoch)
+        self.begin, self.steps = end, 0
+
+
+def _now() -> float:
+    """When the GPU has done what it was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def train(args: argparse.Namespace) -> None:
     """One process of one task; the first writes what was measured to `args.part`."""
+    begin = time.perf_counter()
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     device = indexed(accelerator.device)
@@ -151,7 +165,8 @@ def train(args: argparse.Namespace) -> None:
     options = sequence_training.options_of_script(args)
     options.num_epochs, options.save_steps, options.dataset_num_workers = args.epochs, None, args.workers
     clock = Clock(args.encoded if args.task.endswith(":data_process") else args.output)
-    begin = time.perf_counter()
+    built = _now() - begin
+    clock.begin = begin = time.perf_counter()
     if args.task.endswith(":data_process"):
         runner.launch_data_process_task(accelerator, dataset, module, clock, args=options)
     else:
@@ -159,28 +174,25 @@ def train(args: argparse.Namespace) -> None:
     seconds = time.perf_counter() - begin
     peaks = gather_object([torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0])
     if accelerator.is_main_process:
-        epochs = [_epoch(ends) for ends in clock.ends if len(ends) > 1]
-        found = {"seconds": seconds, "peaks_GiB": peaks, "epochs": epochs, "losses": clock.losses}
+        losses = [loss.item() for loss in clock.losses]
+        found = {"seconds": seconds, "peaks_GiB": peaks, "epochs": clock.epochs, "losses": losses, "built": built}
         found["plan"] = sequence_training.planned() if "wanshim" in sys.modules else []
         args.part.write_text(json.dumps(found))
-
-
-def _epoch(ends: list[float]) -> dict[str, Any]:
-    steps = [after - before for before, after in pairwise(ends)]
-    return {"steps": len(steps), "seconds_a_step": statistics.median(steps), "seconds": sum(steps)}
 
 
 def write_files(args: argparse.Namespace) -> None:
     """The videos and prompts of the data set, and a tokenizer."""
     import imageio
     import numpy as np
+    from PIL import Image
 
     folder = Path(args.folder)
     write_tokenizer(folder / "tokenizer")
     rows = []
     for number in range(args.videos):
         draw = np.random.default_rng(number)
-        still = draw.integers(0, 256, (args.height, args.width, 3), dtype=np.uint8)
+        coarse = Image.fromarray(draw.integers(0, 256, (15, 26, 3), dtype=np.uint8))
+        still = np.asarray(coarse.resize((args.width, args.height), Image.Resampling.BICUBIC))
         frames = [np.roll(still, 4 * shift, axis=1) for shift in range(args.frames)]
         imageio.mimwrite(folder / f"{number}.mp4", frames, fps=24, macro_block_size=1)
         rows.append({"video": f"{number}.mp4", "prompt": f"video {number} of a pattern that moves to the left"})
@@ -204,7 +216,7 @@ def start(args: argparse.Namespace, way: str, gpus: int) -> dict[str, Any]:
         found |= measured
     in_a_step = 1 if way == WAYS[2] else gpus
     for epoch in found["epochs"]:
-        epoch["seconds_a_sample"] = epoch["seconds_a_step"] / in_a_step
+        epoch["seconds_a_sample"] = (epoch["seconds_a_step"] or epoch["seconds"] / epoch["steps"]) / in_a_step
     found["seconds_with_all_encoding"] = found["before"] + found["seconds"]
     return found
 
