@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from wanshim.core.encoding.identity import value_identity
 from wanshim.core.sequence.random_state import generator_state
 from wanshim.core.shared.fallback import Fallback
+from wanshim.core.shared.host_memory import pinned
 from wanshim.core.shared.tree import NotFlat, flatten, rebuild
 from wanshim.errors import WanshimError
 
@@ -169,7 +170,7 @@ def unpacked(
     def tensor_of(place: dict[str, Any]) -> torch.Tensor:
         name = place["tensor"]
         if name not in made:
-            found = tensors[name] if place["cpu"] else tensors[name].to(device)
+            found = tensors[name] if place["cpu"] else _sent(tensors[name], device)
             stride = tuple(described["strides"][name])
             if stride != found.stride():
                 found = torch.empty_strided(found.size(), stride, dtype=found.dtype, device=found.device).copy_(found)
@@ -180,6 +181,14 @@ def unpacked(
         name: inputs[entry["input"]] if "input" in entry else rebuild(entry["value"], tensor_of)
         for name, entry in described["outputs"].items()
     }
+
+
+def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor on its way to a device: the GPU still computes the step before, and a copy out of memory that is not
+    page-locked would wait for that."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return pinned(tensor).copy_(tensor).to(device, non_blocking=True)
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
