@@ -162,6 +162,8 @@ TABLES = {
     "training measured": lambda _: measured.training_table(),
     "sequence training": lambda _: measured.sequence_table(),
     "sequence long": lambda _: measured.sequence_table("720p"),
+    "end to end": lambda _: measured.end_to_end_table(),
+    "minimax h3": lambda _: measured.loop_table(measured.MINIMAX_H3),
     "training step": lambda _: measured.step_table(),
     "eight-bit step": lambda _: measured.distance_table("training_step_eight_bit_1xH200"),
     "kept blocks": lambda _: measured.distance_table("training_step_blocks_1xH200"),

@@ -156,10 +156,15 @@ def sequence_table(only: str = "") -> str:
     Args:
         only: the videos whose records begin like this.
     """
+    return loop_table([f"sequence_training_{name}" for name in LOOPS if name.startswith(only)])
+
+
+def loop_table(names: Iterable[str]) -> str:
+    """One line for each record of a loop by benchmarks/sequence_training.py."""
     rows = []
     alone: dict[str, float] = {}
-    for name in filter(lambda name: name.startswith(only), LOOPS):
-        found = result(f"sequence_training_{name}")
+    for name in names:
+        found = result(name)
         size = "{height}x{width}x{frames}".format(**found["arguments"])
         if not found["plan"]:
             alone[size] = found["median"]
@@ -179,6 +184,31 @@ def sequence_table(only: str = "") -> str:
         cells = (video, found["gpus"], f"{found['median']:.2f}", ratio, f"{found['peak_GiB']:.1f}", predicted)
         rows.append((*cells, commit_of(found)))
     return table("video | GPUs | seconds a step | against one GPU | peak GiB a GPU | predicted | commit", rows)
+
+
+MINIMAX_H3 = ("minimax_h3_training_1xH200", "minimax_h3_training_24GiB_gpus1_1xH200")
+
+
+def end_to_end_table() -> str:
+    """The loop with text encoder and VAE: seconds a sample of each epoch, and of all with what is encoded."""
+    found = result("training_end_to_end_2xH200")
+    alone = next(row for row in found["rows"] if row["way"] == "DiffSynth" and row["gpus"] == 1)
+    rows = []
+    for row in found["rows"]:
+        samples = [epoch["seconds_a_sample"] for epoch in row["epochs"]]
+        ratio = alone["epochs"][1]["seconds_a_sample"] / samples[1]
+        every = row["seconds_with_all_encoding"]
+        whole = f"{every:.0f} ({alone['seconds_with_all_encoding'] / every:.2f}x)"
+        steps = " / ".join(f"{seconds:.2f}" for seconds in samples)
+        cells = (row["way"], row["gpus"], steps, f"{ratio:.2f}x", whole, f"{max(row['peaks_GiB']):.1f}")
+        rows.append((*cells, row["commit"][:7]))
+    heads = (
+        "loop | GPUs | seconds a sample by epoch | against DiffSynth on one, second epoch | "
+        "seconds of all epochs and what is encoded | peak GiB | commit"
+    )
+    cached = found["cached_latents"]["median"]
+    note = f"{found['arguments']['videos']} videos; cached latents alone on one GPU: {cached:.2f} s a sample."
+    return table(heads, rows, f"{note} {found['gpu']}, torch {found['torch']}.")
 
 
 def training_table() -> str:
