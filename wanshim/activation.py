@@ -280,7 +280,13 @@ class Activation:
             return
         if decision.untested and not run.is_in:
             _warn("%s: %s; patched, not tested on it", run.feature.name, decision.reason)
-        transaction.put_in([s for s in here if s.seam.required or transaction.has_target(s)])
+        for state in here:
+            family = run.feature.family_of(state.seam.target)
+            reason = decision.left_out.get(family or "")
+            state.left_out, state.replace = decision.left_out, state.seam.replace
+            if family is not None and reason is not None:
+                state.replace = run.feature.left_to_framework(family, reason)
+        transaction.put_in(list(filter(_goes_in, here)))
 
     def _say_refused(self, run: FeatureRun, decision: Decision) -> None:
         if decision.verdict is Verdict.REFUSE and run.reason != decision.reason:
@@ -382,6 +388,13 @@ class Activation:
             fallbacks=dict(sum((Counter(seam.fallbacks) for seam in seams), Counter())),
             failed_calls=sum(seam.failed_calls for seam in seams),
         )
+
+
+def _goes_in(state: SeamState) -> bool:
+    """Whether a seam has its place. Inside a graph there is nothing to say of a family that is left out."""
+    if state.is_left_out and state.seam.in_graph:
+        return False
+    return state.required or transaction.has_target(state)
 
 
 def _warn(text: str, *values: object) -> None:
@@ -523,5 +536,5 @@ def _feature_state(run: FeatureRun | None, decision: Decision, seams: Sequence[S
     for state in (State.DISPLACED, State.EXERCISED, State.UNNEEDED, State.INEFFECTIVE):
         if state in states:
             return state
-    required = [state for state, of in zip(states, run.seams) if of.seam.required]
+    required = [state for state, of in zip(states, run.seams) if of.required]
     return State.REGISTERED if State.REGISTERED in required else State.APPLIED

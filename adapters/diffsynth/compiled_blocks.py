@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
 from wanshim.adapters.diffsynth.eight_bit_compute import attached_refusal
-from wanshim.adapters.diffsynth.training_road import Row, Run, Step, TrainingCall, step_feature
+from wanshim.adapters.diffsynth.training_road import FAMILIES, Row, Run, Step, TrainingCall, step_feature
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
@@ -129,6 +129,7 @@ FEATURE = step_feature(
             "minimax_h3_dit:_sdpa_varlen_attention",
         )
     ),
+    families=FAMILIES,
     why="blocks are compiled while it runs, and nothing afterwards",
     upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open",
     remove_when="DiffSynth's training compiles its blocks",

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from wanshim.adapters.diffsynth.training_road import MODEL_SPLIT, loop_seam
+from wanshim.adapters.diffsynth.training_road import FAMILIES, MODEL_SPLIT, loop_seam
 from wanshim.patching import Feature, Kind, Seam, SeamState
 from wanshim.settings import ENGINES, Settings, visible_gpus
 
@@ -85,6 +85,9 @@ FEATURE = Feature(
     switched_on_by=("devices", "plan"),
     needs_devices=2,
     blocked=blocked,
+    families=FAMILIES,
+    # without the plan a step would have other samples, or the model no room
+    insists=lambda read: read.strict or read.plan_name not in (None, "auto") or read.base is not None,
     relies_on=(
         "diffsynth.pipelines.wan_video:model_fn_wan_video",
         "diffsynth.models.wan_video_dit:DiTBlock.forward",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -145,12 +145,14 @@ class SeamState:
     """The living side of a seam. Replacements ask it at every call whether they are on."""
 
     __slots__ = (
-        "calls", "compiled", "count_compiled", "earlier", "failed", "fallbacks", "installed", "notes", "off",
-        "original", "passed_by", "rebound", "seam", "settings", "undo", "unneeded",
+        "calls", "compiled", "count_compiled", "earlier", "failed", "fallbacks", "installed", "left_out", "notes", "off",
+        "original", "passed_by", "rebound", "replace", "seam", "settings", "undo", "unneeded",
     )  # fmt: skip
 
     def __init__(self, seam: Seam) -> None:
         self.seam = seam
+        self.replace = seam.replace  # or what stands in its place where its family is left out
+        self.left_out: Mapping[str, str] = {}  # families of models that the feature is not for, each with the reason
         self.settings = Settings()  # what the user has set, from the latest `activate()`
         self.calls = 0
         self.fallbacks: dict[str, int] = {}  # by reason, of `calls`
@@ -229,6 +231,15 @@ class SeamState:
         self.compiled = self.unneeded = False
         self.fallbacks.clear()
         self.notes = Notes(self)
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether its family of models is left out."""
+        return self.replace is not self.seam.replace
+
+    @property
+    def required(self) -> bool:
+        return self.seam.required and not self.is_left_out
 
     @property
     def effects(self) -> int:

@@ -189,13 +189,13 @@ class _Place:
     def _make(self, found: Any) -> Any:
         seam, state = self.seam, self.state
         if seam.kind is Kind.VALUE:
-            return seam.replace(found, state)
+            return state.replace(found, state)
         if seam.kind is Kind.WRAPT:
             from wanshim.patching.host_side import SeamWrapper
 
-            return SeamWrapper(found, lambda beneath: seam.replace(_function_in(beneath, self.owner), state), state)
+            return SeamWrapper(found, lambda beneath: state.replace(_function_in(beneath, self.owner), state), state)
         plain = _function_in(found, self.owner)
-        made = seam.replace(plain, state)
+        made = state.replace(plain, state)
         functools.update_wrapper(
             made, plain, assigned=("__module__", "__name__", "__qualname__", "__doc__"), updated=()
         )

@@ -6,8 +6,8 @@ must be that code. A version number alone decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from wanshim.patching.feature import Feature, Framework
 from wanshim.patching.probe import SourceTree
@@ -25,6 +25,7 @@ class Decision:
     next_step: str = ""
     version: str | None = None
     fingerprints: Mapping[str, str | None] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)  # families of models whose code is not known, why each is
     known: bool = True  # False: neither a row nor the feature's judge knows the code
     ran: bool = True  # False: a row says so of a version outside the declared range, from reading its code alone
 
@@ -91,11 +92,62 @@ def judge_code(
     for known, known_cell in sorted(matrix.known_code(feature.name), key=lambda pair: bool(pair[0].source)):
         if (unlisted or known.source) and known_cell.is_of(found):
             return _like_known(known, known_cell, why, version, found)
+    listed = (row, cell) if row is not None and cell is not None and not unlisted else None
+    partly = _without_families(feature, listed, matrix, why, version, found)
+    if partly is not None:
+        return partly
     finding = feature.judge(source) if feature.judge is not None else None
     if finding is not None and (unlisted or finding.verdict in (Verdict.NATIVE, Verdict.ABSENT)):
         verdict = Verdict.UNKNOWN if finding.verdict is Verdict.PATCH else finding.verdict
         return Decision(verdict, finding.reason, "", version, found)
     return _mismatch(feature, cell, why, version, found, _never_there(feature, matrix))
+
+
+def _without_families(
+    feature: Feature, listed: tuple[Row, Cell] | None, matrix: Matrix, why: str, version: str | None,
+    found: Mapping[str, str | None],
+) -> Decision | None:  # fmt: skip
+    """The decision if the code that is there for all families of models is known, and that of at least one family. Each
+    family's code may be that of another row.
+
+    Args:
+        listed: the version's own row, which alone says what its code is; None: it has none.
+    """
+    families = {name: [target for target in found if feature.family_of(target) == name] for name in feature.families}
+    common = [target for target in found if feature.family_of(target) is None]
+    rows = sorted(matrix.known_code(feature.name), key=lambda pair: bool(pair[0].source))
+    fitting = [
+        (row, cell)
+        for row, cell in ([listed] if listed is not None else rows)
+        if cell.verdict is Verdict.PATCH and cell.is_of(found, common)
+    ]
+    left_out = {
+        name: _why_unknown(targets, found, listed)
+        for name, targets in families.items()
+        if targets and not any(cell.is_of(found, targets) for _, cell in fitting)
+    }
+    others = [target for name, targets in families.items() if name not in left_out for target in targets]
+    if not fitting or not any(found[target] for target in others):
+        return None
+    row, cell = max(fitting, key=lambda pair: sum(pair[1].is_of(found, targets) for targets in families.values()))
+    whole = _like_known(row, cell, why, version, found) if listed is None else _as_listed(row, cell, matrix, found)
+    reasons = (whole.reason, *(f"{name} is left out: {reason}" for name, reason in left_out.items()))
+    return replace(whole, reason="; ".join(reasons), left_out=left_out)
+
+
+def _why_unknown(targets: Sequence[str], found: Mapping[str, str | None], listed: tuple[Row, Cell] | None) -> str:
+    """Why the code of a family, which is at these targets, is not known."""
+    if listed is not None:
+        return _difference(targets, found, listed[1], listed[0].version)
+    gone = [target for target in targets if found[target] is None]
+    return f"{gone[0]} is not there" if gone else "its code is unlike that of any version in the matrix"
+
+
+def _difference(targets: Iterable[str], found: Mapping[str, str | None], cell: Cell, version: str | None) -> str:
+    """The first of these targets that differs from the row, with both fingerprints."""
+    target = next((target for target in targets if found.get(target) != cell.seams.get(target)), next(iter(found), "?"))
+    here, expected = found.get(target), cell.seams.get(target)
+    return f"{target} differs from the code of {version} (found {here}, expected {expected})"
 
 
 def _as_listed(row: Row, cell: Cell, matrix: Matrix, found: Mapping[str, str | None]) -> Decision:
@@ -148,9 +200,6 @@ def _mismatch(
         reason = f"{why}, and {detail}"
         step = "Run `wanshim matrix` for the versions known, or open an issue with this line"
     else:
-        differing = [target for target, digest in cell.seams.items() if found.get(target) != digest]
-        target = differing[0] if differing else next(iter(found), "?")
-        here, expected = found.get(target), cell.seams.get(target)
-        reason = f"{target} differs from the code of {version} (found {here}, expected {expected})"
+        reason = _difference(cell.seams, found, cell, version)
         step = f"Reinstall {feature.framework} {version}, or take out the local change"
     return Decision(Verdict.REFUSE, reason, step, version, found, known=False)

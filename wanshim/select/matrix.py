@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 from pathlib import Path
@@ -33,9 +33,10 @@ class Cell:
     tests: tuple[str, ...] = ()
     passed: int = 0
 
-    def is_of(self, found: Mapping[str, str | None]) -> bool:
-        """Whether it speaks of the code with these fingerprints."""
-        return bool(self.seams) and all(found.get(target) == digest for target, digest in self.seams.items())
+    def is_of(self, found: Mapping[str, str | None], targets: Collection[str] | None = None) -> bool:
+        """Whether it speaks of the code with these fingerprints, or of that of some targets alone."""
+        seams = self.seams if targets is None else {target: self.seams.get(target) for target in targets}
+        return bool(seams) and all(found.get(target) == digest for target, digest in seams.items())
 
 
 @dataclass(frozen=True)

@@ -229,7 +229,8 @@ def _refused(call: TrainingCall, read: Settings, on: Mapping[str, SeamState], pl
         of_the_plan = step.feature == MODEL_SPLIT and (step.required or not planned)
         if of_the_plan or not taken or not step.asked(read):
             continue
-        if (reason := step.refusal(call, read)) is not None:
+        left_out = on[step.feature].left_out if step.feature in on else {}
+        if (reason := refusals.why_left_out(call.dit, left_out) or step.refusal(call, read)) is not None:
             variable = read.sources.get(step.setting, step.setting)
             if step.required or read.insists_on(step.setting):
                 raise FeatureUnavailable(f"{variable} is unavailable here: {reason}", hint=f"Unset {variable}")
@@ -283,7 +284,7 @@ def _is_planned(call: TrainingCall, read: Settings, seam: SeamState) -> bool:
         FeatureUnavailable: the user named a plan, or wants weights in eight bits: without, a step would have other
             samples, or the model no room.
     """
-    reason, named = _refusal(call, read), named_plan(read)
+    reason, named = _refusal(call, read, seam), named_plan(read)
     if reason is None:
         return True
     if named is not None or read.base is not None:
@@ -298,16 +299,17 @@ def _is_planned(call: TrainingCall, read: Settings, seam: SeamState) -> bool:
     return False
 
 
-def _refusal(call: TrainingCall, read: Settings) -> str | None:
+def _refusal(call: TrainingCall, read: Settings, seam: SeamState) -> str | None:
     """Why this job is not planned, or None.
 
     Raises:
         FeatureUnavailable: its model is split, and something else is asked for.
     """
     handle, named = split_of(call.dit), named_plan(read)
+    reason = refusals.why_left_out(call.dit, seam.left_out)
     if handle is not None and named in ("stream", "sequence"):
-        reason: str | None = f"the plan is {named}"
-    else:
+        reason = f"the plan is {named}"
+    elif reason is None:
         steps = (step for step in STEPS if step.feature == MODEL_SPLIT and step.required and step.asked(read))
         reasons = (step.refusal(call, read) for step in steps)
         reason = refusals.conflict(call, read) or next(filter(None, reasons), None)

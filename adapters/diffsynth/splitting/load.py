@@ -23,6 +23,7 @@ from wanshim.adapters.diffsynth.splitting.refusals import (
     ranks_here,
     refusal,
     refuse,
+    why_left_out,
 )
 from wanshim.adapters.diffsynth.training_road import Report, in_training_call
 from wanshim.core.model_split import SplitPlan, pin_to
@@ -273,7 +274,7 @@ def _check_generation(dit: torch.nn.Module, report: Report) -> None:
 def split_pipeline(pipe: Any, read: Settings, seam: SeamState) -> bool:
     """Split the pipeline's DiT; False, with the reason in the report and the log, if it is refused."""
     devices, report = devices_of(read), seam.notes.append
-    reason = refusal(pipe) or too_few_devices(read)
+    reason = why_left_out(pipe.dit, seam.left_out) or refusal(pipe) or too_few_devices(read)
     if reason is not None:
         refuse(reason, seam.fall_back, read.strict)
         return False

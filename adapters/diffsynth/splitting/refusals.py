@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -35,6 +36,17 @@ def dit_blocks(dit: torch.nn.Module) -> list[torch.nn.Module]:
     family = family_of(dit)
     assert family is not None  # or it had been refused
     return [block for path in family.blocks for block in dit.get_submodule(path)]
+
+
+def why_left_out(dit: object, left_out: Mapping[str, str]) -> str | None:
+    """Why a feature is not for the family of this DiT, or None.
+
+    Args:
+        left_out: the families that it is not for, each with the reason.
+    """
+    family = family_of(dit)
+    found = family is not None and left_out.get(family.name)
+    return f"{family.name} is left out: {found}" if family is not None and found else None
 
 
 def refusal(pipe: Any) -> str | None:

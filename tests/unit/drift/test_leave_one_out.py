@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.contract.unlisted import LEFT_TO_THE_JUDGE, REFUSED_WITHOUT_ITS_ROW
+from tests.contract.unlisted import LEFT_OUT_WITHOUT_ITS_ROW, LEFT_TO_THE_JUDGE, REFUSED_WITHOUT_ITS_ROW
 from wanshim.patching import Feature, SourceTree
 from wanshim.patching.verdict import Verdict
 from wanshim.select import catalog, matrix
@@ -63,6 +63,15 @@ def test_refusals_of_hidden_rows_are_those_of_code_that_stands_nowhere_else(foun
     assert {name: sorted(versions) for name, versions in refused.items()} == {
         name: sorted(versions) for name, versions in listed.items()
     }
+
+
+def test_families_that_are_left_out_are_those_whose_code_stands_nowhere_else(found: list[Found]) -> None:
+    left_out: dict[str, dict[str, tuple[str, ...]]] = {}
+    for feature, row, _, decision in found:
+        if decision.left_out:
+            assert decision.verdict is Verdict.UNKNOWN
+            left_out.setdefault(feature.name, {})[row.version] = tuple(decision.left_out)
+    assert left_out == LEFT_OUT_WITHOUT_ITS_ROW
 
 
 def test_code_that_is_left_to_the_judge_has_one(own: Matrix) -> None:
