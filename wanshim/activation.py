@@ -21,7 +21,7 @@ from wanshim.patching import transaction
 from wanshim.patching.feature import Feature
 from wanshim.patching.hooks import ImportHook, is_initializing, when_imported
 from wanshim.patching.probe import SourceTree
-from wanshim.patching.seam import SeamState, State
+from wanshim.patching.seam import Kind, SeamState, State
 from wanshim.patching.verdict import Verdict
 from wanshim.reporting import Report, ReportRow, SeamRow, check
 from wanshim.select import catalog, features
@@ -391,8 +391,8 @@ class Activation:
 
 
 def _goes_in(state: SeamState) -> bool:
-    """Whether a seam has its place. Inside a graph there is nothing to say of a family that is left out."""
-    if state.is_left_out and state.seam.in_graph:
+    """Whether a seam has its place. Of a family that is left out, a value and code inside a graph say nothing."""
+    if state.is_left_out and (state.seam.in_graph or state.seam.kind is Kind.VALUE):
         return False
     return state.required or transaction.has_target(state)
 

@@ -83,6 +83,11 @@ def _ledger(feature: Feature) -> Iterator[str]:
     yield from ("", "## What it changes", "", "All of these go in, or none does." if feature.seams else "Nothing.")
     for seam in feature.seams:
         yield from _seam(seam)
+    if feature.families:
+        yield from (
+            "",
+            f"{', '.join(feature.families)}: if one's code is not known, it is left out, and the others go on.",
+        )
     if feature.relies_on:
         yield from ("", "It does not change, but counts on, and checks with the same fingerprints:", "")
         yield from (f"- `{target}`" for target in feature.relies_on)

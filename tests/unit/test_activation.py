@@ -727,6 +727,40 @@ def test_calls_that_were_left_to_the_framework_are_counted_apart_and_fail_a_stri
     assert str(report).count("left to the framework: not 2") == 1
 
 
+FAMILIES = replace(
+    DECODE,
+    seams=(a_seam("dit:forward"), a_seam("vae:decode"), a_seam("vae:MODES", lambda v, seam: ["ours"], kind=Kind.VALUE)),
+    families={"Transformers": "dit", "VAEs": "vae"},
+)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_family_that_is_left_out_says_so_when_it_is_used_and_the_other_is_patched(
+    wan: Fake, strict: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    wan.offer(FAMILIES)
+    wan.framework.write(dit=DIT, vae=VAE.replace('"original"', '"another"'))
+    wanshim.activate("none,decode", strict=strict)
+    assert wan.dit().forward(1) == ["ours", "original", 1]
+    vae = wan.vae()
+    assert (vae.MODES, warnings(caplog)) == (["plain"], [])  # nobody has used it
+    row = wanshim.report().row("fakewan.decode")
+    assert (row.state, row.verdict) == ("exercised", "patch")
+    assert "VAEs is left out: fakewan.vae:decode differs from the code of 1.0" in row.reason
+    if strict:
+        with pytest.raises(
+            FeatureUnavailable, match=r"fakewan.decode is unavailable for this model: VAEs is left out: "
+        ):
+            vae.decode(2)
+    else:
+        assert vae.decode(2) == vae.decode(2) == ["another", 2]
+        (said,) = warnings(caplog)
+        assert said.startswith("wanshim: fakewan.decode: VAEs is left out: fakewan.vae:decode differs")
+        assert list(wanshim.report().row("fakewan.decode").fallbacks.values()) == [2]
+    wanshim.deactivate()
+    assert vae.decode(2) == ["another", 2]
+
+
 def test_reasons_and_notes_of_a_server_have_an_end() -> None:
     state = seam.SeamState(a_seam("vae:decode"))
     state.off = False

@@ -314,3 +314,71 @@ def test_reason_of_a_row_outside_the_declared_range_is_kept(fake: FakeFramework,
     cell = replace(a_cell(fake), tested="probe", reason="half of it")
     found = decided(fake, replace(a_matrix(v1_0=cell), declared={"fakewan": ">=2.0"}))
     assert found.reason == "half of it; outside the declared range >=2.0: read, not run"
+
+
+# -- families of models, of which each has code of its own ------------------------------------------------
+
+BIRDS, FISH = "fakewan.bird_dit:Bird.forward", "fakewan.fish_dit:Fish.forward"
+FAMILIES = {"Birds": "bird_", "Fish": "fish_"}
+ANIMAL = "class {0}:\n    def forward(self, x):\n        return x{1}\n"
+
+
+def write_families(fake: FakeFramework, birds: str = "", fish: str = "", common: str = SOURCE) -> None:
+    fake.write(dit=common, bird_dit=ANIMAL.format("Bird", birds), fish_dit=ANIMAL.format("Fish", fish))
+
+
+def family_cell(fake: FakeFramework, birds: str = "", fish: str = "") -> Cell:
+    write_families(fake, birds, fish)
+    return Cell(Verdict.PATCH, "behaviour", "", fake.digests(TARGET, HELPER, BIRDS, FISH))
+
+
+def decided_by_family(fake: FakeFramework, matrix: Matrix) -> Decision:
+    return decided(fake, matrix, relies_on=(HELPER, BIRDS, FISH), families=FAMILIES)
+
+
+def test_family_whose_code_is_changed_under_a_known_version_is_left_out_alone(fake: FakeFramework) -> None:
+    fake.install("1.0")
+    rows = a_matrix(v1_0=family_cell(fake))
+    before = fake.digests(FISH)[FISH]
+    write_families(fake, fish=" + 1")
+    found = decided_by_family(fake, rows)
+    reason = f"{FISH} differs from the code of 1.0 (found {fake.digests(FISH)[FISH]}, expected {before})"
+    assert (found.verdict, found.left_out) == (Verdict.PATCH, {"Fish": reason})
+    assert found.reason == f"tested: behaviour; Fish is left out: {reason}"
+    assert decided(fake, rows, relies_on=(HELPER, BIRDS, FISH)).verdict is Verdict.REFUSE  # without families
+
+
+@pytest.mark.parametrize("changed", [{"birds": " + 1", "fish": " + 1"}, {"common": REWRITTEN}], ids=str)
+def test_feature_without_a_known_family_or_without_what_all_need_is_refused(
+    fake: FakeFramework, changed: dict[str, str]
+) -> None:
+    rows = a_matrix(v1_0=family_cell(fake))
+    for version in ("1.0", "1.1"):
+        fake.install(version)
+        write_families(fake, **changed)
+        found = decided_by_family(fake, rows)
+        assert (found.verdict, found.left_out) == (Verdict.REFUSE, {})
+
+
+def test_families_of_an_unknown_version_may_have_the_code_of_different_rows(fake: FakeFramework) -> None:
+    fake.install("1.2")
+    rows = a_matrix(v1_0=family_cell(fake), v1_1=family_cell(fake, " + 1", " + 1"))
+    write_families(fake, fish=" + 1")
+    assert (decided_by_family(fake, rows).verdict, decided_by_family(fake, rows).left_out) == (Verdict.UNKNOWN, {})
+    write_families(fake, fish=" + 2")
+    found = decided_by_family(fake, rows)
+    assert (found.verdict, list(found.left_out)) == (Verdict.UNKNOWN, ["Fish"])
+    assert found.reason == (
+        "no row for 1.2, but its code is that of 1.0; "
+        "Fish is left out: its code is unlike that of any version in the matrix"
+    )
+
+
+def test_family_that_is_gone_is_left_out_and_one_that_is_not_there_yet_keeps_nothing_going(fake: FakeFramework) -> None:
+    fake.install("1.2")
+    rows = a_matrix(v1_0=family_cell(fake))
+    (fake.site / "fakewan" / "fish_dit.py").unlink()
+    assert decided_by_family(fake, rows).left_out == {"Fish": f"{FISH} is not there"}
+    birds_alone = a_matrix(v1_0=Cell(Verdict.PATCH, "behaviour", "", fake.digests(TARGET, HELPER, BIRDS, FISH)))
+    fake.write(dit=SOURCE, bird_dit=ANIMAL.format("Bird", " + 1"))
+    assert decided_by_family(fake, birds_alone).verdict is Verdict.REFUSE

@@ -145,8 +145,8 @@ class SeamState:
     """The living side of a seam. Replacements ask it at every call whether they are on."""
 
     __slots__ = (
-        "calls", "compiled", "count_compiled", "earlier", "failed", "fallbacks", "installed", "left_out", "notes", "off",
-        "original", "passed_by", "rebound", "replace", "seam", "settings", "undo", "unneeded",
+        "calls", "compiled", "count_compiled", "earlier", "failed", "fallbacks", "installed", "left_out", "notes",
+        "off", "original", "passed_by", "rebound", "replace", "seam", "settings", "undo", "unneeded",
     )  # fmt: skip
 
     def __init__(self, seam: Seam) -> None:

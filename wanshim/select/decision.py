@@ -124,7 +124,7 @@ def _without_families(
     left_out = {
         name: _why_unknown(targets, found, listed)
         for name, targets in families.items()
-        if targets and not any(cell.is_of(found, targets) for _, cell in fitting)
+        if not any(cell.is_of(found, targets) for _, cell in fitting)
     }
     others = [target for name, targets in families.items() if name not in left_out for target in targets]
     if not fitting or not any(found[target] for target in others):

@@ -36,7 +36,7 @@ class Cell:
     def is_of(self, found: Mapping[str, str | None], targets: Collection[str] | None = None) -> bool:
         """Whether it speaks of the code with these fingerprints, or of that of some targets alone."""
         seams = self.seams if targets is None else {target: self.seams.get(target) for target in targets}
-        return bool(seams) and all(found.get(target) == digest for target, digest in seams.items())
+        return bool(self.seams) and all(found.get(target) == digest for target, digest in seams.items())
 
 
 @dataclass(frozen=True)
