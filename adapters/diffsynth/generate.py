@@ -14,13 +14,14 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from wanshim.patching import Feature, Kind, Seam
-from wanshim.patching.pipeline_call import replace_call, say_not_shared, start_ahead, watch_forward
+from wanshim.patching import Feature, Kind, Seam, SeamState
+from wanshim.patching.pipeline_call import replace_call, say_not_served, start_ahead, watch_forward
 
 if TYPE_CHECKING:
     import torch
@@ -187,6 +188,17 @@ def _check(pipe: Any, parts: dict[str, Any], given: dict[str, Any]) -> None:
         raise NotShared("WanToDance writes the music into its DiT in each forward")
 
 
+def _served_or_said(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
+    """What every pipeline loads its models by."""
+
+    def download_and_load_models(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if all(f"{cls.__module__}:{cls.__qualname__}" != PIPELINE for cls in type(self).__mro__):
+            say_not_served(seam, type(self).__name__, "of DiffSynth's pipelines WanVideoPipeline alone is served")
+        return original(self, *args, **kwargs)
+
+    return download_and_load_models
+
+
 FEATURE = Feature(
     name="diffsynth.generate",
     summary="a Wan pipeline's denoising over several GPUs, the script unchanged",
@@ -217,18 +229,14 @@ FEATURE = Feature(
             remove_when="every loop around a Wan DiT is served",
         ),
         Seam(
-            "diffsynth.pipelines.minimax_h3_audio_video:MiniMaxH3Pipeline.from_pretrained",
-            say_not_shared(
-                "MiniMaxH3Pipeline",
-                "MiniMax-H3's packed sequence of text, audio and video is attended to in pieces, and its tokens are "
-                "not shared over GPUs",
-            ),
+            "diffsynth.diffusion.base_pipeline:BasePipeline.download_and_load_models",
+            _served_or_said,
             kind=Kind.WRAPT,
-            stacks=True,
+            passes_through=True,
             required=False,
-            why="denoises on one GPU, of however many the user asks for, without a word",
+            why="a pipeline that is not served denoises on one GPU, of however many the user asks for, without a word",
             upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open",
-            remove_when="MiniMax-H3's tokens go over GPUs",
+            remove_when="every pipeline of DiffSynth is served",
         ),
     ),
     prepare=start_ahead(("diffsynth.pipelines.wan_video",)),

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from wanshim.core.strategy import TrainingPlan, Video
 
 MODEL_SPLIT = "diffsynth.model_split"  # which plans over devices and processes; without it a run is DiffSynth's own
-FAMILIES = {"Wan": "wan_", "FLUX.2": "flux2_", "MiniMax-H3": "minimax_h3_"}  # of models, by their modules' names
+FAMILIES = {"Wan": ("wan_",), "FLUX.2": ("flux2_",), "MiniMax-H3": ("minimax_h3_",)}
 CHECKPOINTING = "use_gradient_checkpointing"
 CHECKPOINT_OFFLOAD = "use_gradient_checkpointing_offload"
 Report = Callable[[str], None]
@@ -359,7 +359,7 @@ def _say_without_effect(step: Step, seam: SeamState) -> bool:
 
 def step_feature(
     step: Step, *, summary: str, why: str, upstream: str, remove_when: str, relies_on: tuple[str, ...] = (),
-    families: Mapping[str, str] = {},
+    families: Mapping[str, tuple[str, ...]] = {},
     others: Mapping[str, tuple[Callable[[Any, SeamState], Any], str]] = {},
 ) -> Feature:  # fmt: skip
     """The feature that switches on a step. It wraps both of DiffSynth's training launchers; a release without the

@@ -17,8 +17,8 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from wanshim.patching import Feature, Kind, Seam
-from wanshim.patching.pipeline_call import replace_call, start_ahead, watch_forward
+from wanshim.patching import Feature, Kind, Seam, SeamState
+from wanshim.patching.pipeline_call import replace_call, say_not_served, start_ahead, watch_forward
 from wanshim.patching.probe import SourceTree
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ QWEN_PIPELINES = (
     f"{QWEN}.pipeline_qwenimage_layered:QwenImageLayeredPipeline",  # 0.37 and later
 )
 PIPELINES = (*WAN_PIPELINES, *QWEN_PIPELINES)
+_NAMES = ", ".join(name.split(":")[1] for name in PIPELINES)
 OF_A_WORKER = (  # what the models of their pipelines are made of
     f"{MODELS}.transformer_wan",
     f"{MODELS}.transformer_qwenimage",
@@ -56,6 +57,11 @@ OF_A_WORKER = (  # what the models of their pipelines are made of
 TRANSFORMERS = ("transformer", "transformer_2")
 GUIDERS = ("guider", "guider_2")
 MODULAR = "diffusers.modular_pipelines.modular_pipeline:ModularPipeline"
+FAMILIES = {
+    "Wan": ("pipeline_wan", "transformer_wan"),
+    "Qwen-Image": ("pipeline_qwenimage", "transformer_qwenimage"),
+    "modular pipelines": ("modular_pipeline",),
+}
 FORWARDS = (
     f"{MODELS}.transformer_wan:WanTransformer3DModel.forward",
     f"{MODELS}.transformer_wan_vace:WanVACETransformer3DModel.forward",
@@ -110,7 +116,7 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
     """
     models = _models(pipe)
     _check(pipe, models)
-    if any(cls.__name__ == "ModularPipeline" for cls in type(pipe).__mro__):
+    if _is_modular(type(pipe)):
         return _bind_modular(pipe, models, kwargs)
     given = inspect.signature(_served(pipe).__call__).bind_partial(pipe, *args, **kwargs)
     given.apply_defaults()
@@ -130,10 +136,7 @@ def _bind_modular(pipe: Any, models: dict[str, Any], given: dict[str, Any]) -> P
     """One call of a modular pipeline, whose guider says how many forwards a step has."""
     from wanshim.core.generation import NotShared
 
-    if not any(cls.__name__ == "WanModularPipeline" for cls in type(pipe).__mro__):
-        raise NotShared(f"of modular pipelines those of Wan are served, and {type(pipe).__name__} is none")
-    reason = _why_unknown(MODULAR_STEPS) or next(filter(None, map(_why_own_block, _loops(pipe._blocks))), "")
-    if reason:
+    if reason := _why_other_blocks(pipe):
         raise NotShared(reason)
     guiders = [each for name in GUIDERS if (each := getattr(pipe, name, None)) is not None]
     other = [type(each).__name__ for each in guiders if type(each).__name__ != "ClassifierFreeGuidance"]
@@ -150,6 +153,17 @@ def _bind_modular(pipe: Any, models: dict[str, Any], given: dict[str, Any]) -> P
         may_change=False,
         output=given.get("output_type"),
     )
+
+
+def _is_modular(cls: type) -> bool:
+    return any(base.__name__ == "ModularPipeline" for base in cls.__mro__)
+
+
+def _why_other_blocks(pipe: Any) -> str:
+    """Why a modular pipeline is not served, whatever its components; empty if it is."""
+    if not any(cls.__name__ == "WanModularPipeline" for cls in type(pipe).__mro__):
+        return f"of modular pipelines those of Wan are served, and {type(pipe).__name__} is none"
+    return _why_unknown(MODULAR_STEPS) or next(filter(None, map(_why_own_block, _loops(pipe._blocks))), "")
 
 
 def _loops(block: Any) -> Iterator[Any]:
@@ -379,10 +393,38 @@ def _served(pipe: Any) -> type:
     """The class of diffusers whose `__call__` is served; a subclass may take other arguments."""
     from wanshim.core.generation import NotShared
 
-    for cls in type(pipe).__mro__:
-        if f"{cls.__module__}:{cls.__qualname__}" in PIPELINES and "__call__" in vars(cls):
-            return cls
-    raise NotShared(f"{type(pipe).__name__} is none of {', '.join(name.split(':')[1] for name in PIPELINES)}")
+    cls = _served_class(type(pipe))
+    if cls is None:
+        raise NotShared(f"{type(pipe).__name__} is none of {_NAMES}")
+    return cls
+
+
+def _served_class(cls: type) -> type | None:
+    bases = (base for base in cls.__mro__ if "__call__" in vars(base))
+    return next((base for base in bases if f"{base.__module__}:{base.__qualname__}" in PIPELINES), None)
+
+
+def _say_by_class(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
+    """What finds the class of a pipeline before its files are downloaded and loaded."""
+
+    def get_pipeline_class(*args: Any, **kwargs: Any) -> Any:
+        cls = original(*args, **kwargs)
+        if not _is_modular(cls) and _served_class(cls) is None:  # a modular one is known with its blocks
+            say_not_served(seam, cls.__name__, f"it is none of {_NAMES}")
+        return cls
+
+    return get_pipeline_class
+
+
+def _say_by_blocks(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
+    """What loads the components of a modular pipeline."""
+
+    def load_components(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if reason := _why_other_blocks(self):
+            say_not_served(seam, type(self).__name__, reason)
+        return original(self, *args, **kwargs)
+
+    return load_components
 
 
 def _why_other_attention(model: Any) -> str:
@@ -452,11 +494,30 @@ def _watch(target: str) -> Seam:
     )
 
 
+def _say(target: str, replacement: Callable[..., Any]) -> Seam:
+    return Seam(
+        target,
+        replacement,
+        kind=Kind.WRAPT,
+        passes_through=True,
+        required=False,
+        why="a pipeline that is not served denoises on one GPU, of however many the user asks for, without a word",
+        upstream="https://github.com/huggingface/diffusers: no issue is open",
+        remove_when="every pipeline of diffusers is served",
+    )
+
+
 FEATURE = Feature(
     name=NAME,
     summary="the denoising of a Wan or Qwen-Image pipeline over several GPUs, the script unchanged",
     switched_on_by="generate",
     relies_on=(*(f"{target}.do_classifier_free_guidance" for target in WAN_PIPELINES),),
-    seams=(*map(_seam, (*PIPELINES, MODULAR)), *map(_watch, FORWARDS)),
+    families=FAMILIES,
+    seams=(
+        *map(_seam, (*PIPELINES, MODULAR)),
+        *map(_watch, FORWARDS),
+        _say("diffusers.pipelines.pipeline_loading_utils:_get_pipeline_class", _say_by_class),
+        _say(f"{MODULAR}.load_components", _say_by_blocks),
+    ),
     prepare=start_ahead(OF_A_WORKER),
 )

@@ -97,6 +97,7 @@ def _seam(seam: Seam) -> Iterator[str]:
     traits = [KINDS[seam.kind]]
     traits += ["reached by `torch.compile`"] if seam.in_graph else []
     traits += [] if seam.required else ["passed over where it is missing"]
+    traits += ["whatever its code"] if seam.passes_through else []
     traits += ["shares it with other features"] if seam.stacks else []
     yield from ("", f"### `{seam.qualname}`", "", f"In `{seam.module}`: {', '.join(traits)}.", "")
     yield f"- why: {seam.why}"

@@ -730,7 +730,7 @@ def test_calls_that_were_left_to_the_framework_are_counted_apart_and_fail_a_stri
 FAMILIES = replace(
     DECODE,
     seams=(a_seam("dit:forward"), a_seam("vae:decode"), a_seam("vae:MODES", lambda v, seam: ["ours"], kind=Kind.VALUE)),
-    families={"Transformers": "dit", "VAEs": "vae"},
+    families={"Transformers": ("dit",), "VAEs": ("vae",)},
 )
 
 

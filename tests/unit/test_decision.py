@@ -319,7 +319,7 @@ def test_reason_of_a_row_outside_the_declared_range_is_kept(fake: FakeFramework,
 # -- families of models, of which each has code of its own ------------------------------------------------
 
 BIRDS, FISH = "fakewan.bird_dit:Bird.forward", "fakewan.fish_dit:Fish.forward"
-FAMILIES = {"Birds": "bird_", "Fish": "fish_"}
+FAMILIES = {"Birds": ("bird_",), "Fish": ("fish_",)}
 ANIMAL = "class {0}:\n    def forward(self, x):\n        return x{1}\n"
 
 

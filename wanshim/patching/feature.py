@@ -28,8 +28,8 @@ class Feature:
         summary: one line for `wanshim features`.
         seams: the places it changes; all go in, or none.
         relies_on: code that is not changed but counted on, as targets; the probe checks it with the seams.
-        families: families of models that need nothing of each other, each with the beginning of the names of the
-            modules that hold its code. A family whose seams and relied-on code are not known is left out, and the
+        families: families of models that need nothing of each other, each with how the names of the modules begin that
+            hold its code. A family whose seams and relied-on code are not known is left out, and the
             others go on.
         auto: it fixes what is broken, or gives a framework's own option its effect.
         switched_on_by: the Settings field that turns it on when set, or several.
@@ -48,7 +48,7 @@ class Feature:
     summary: str
     seams: tuple[Seam, ...]
     relies_on: tuple[str, ...] = ()
-    families: Mapping[str, str] = field(default_factory=dict, hash=False)
+    families: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
     auto: bool = False
     switched_on_by: str | tuple[str, ...] = ()
     judge: Callable[[SourceTree], Finding | None] | None = None
@@ -60,7 +60,7 @@ class Feature:
     @property
     def targets(self) -> tuple[str, ...]:
         """Everything the probe looks at."""
-        return (*(seam.target for seam in self.seams), *self.relies_on)
+        return (*(seam.target for seam in self.seams if not seam.passes_through), *self.relies_on)
 
     def family_of(self, target: str) -> str | None:
         """The family whose code this target is, or None: it is there for all."""

@@ -142,33 +142,28 @@ def watch_forward(
     return make
 
 
-def say_not_shared(name: str, reason: str) -> Callable[[Callable[..., Any], SeamState], Callable[..., Any]]:
-    """Makes the replacement of what loads a pipeline that is not shared over GPUs, and whose offload stays the
-    script's: it says so before anything is loaded, and under strict it raises.
+def say_not_served(seam: SeamState, name: str, reason: str) -> None:
+    """Say, once for each pipeline, that one whose models are about to be loaded is not shared over GPUs, and that its
+    offload stays the script's. A pipeline that is served counts no call.
 
     Args:
-        name: of the pipeline.
-        reason: why it is not.
+        name: of the pipeline's class.
+        reason: why it is not served.
+
+    Raises:
+        FeatureUnavailable: under strict.
     """
+    read, text = seam.settings, f"{name} on one GPU, with the script's own offload: {reason}"
+    if read.generate is None or text in seam.fallbacks or not seam.enter():
+        return
+    if not request_of(read.generate).asks_for_one:
+        from wanshim.core.workers import AHEAD
 
-    def make(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
-        def load(*args: Any, **kwargs: Any) -> Any:
-            read = seam.settings
-            if read.generate is None or not seam.enter():
-                return original(*args, **kwargs)
-            if not request_of(read.generate).asks_for_one:
-                from wanshim.core.workers import AHEAD
-
-                AHEAD.end()
-                if read.strict:
-                    seam.fail()
-                    raise _unavailable(name, reason)
-            seam.fall_back(f"{name} on one GPU, with the script's own offload: {reason}")
-            return original(*args, **kwargs)
-
-        return load
-
-    return make
+        AHEAD.end()
+        if read.strict:
+            seam.fail()
+            raise _unavailable(name, reason)
+    seam.fall_back(text)
 
 
 def _say_alone(seam: SeamState, model: Any) -> None:

@@ -42,6 +42,8 @@ class Seam:
             parent keeps its method, and the original is what the parent has when it is called.
         stacks: it watches, or changes something else while the original runs: so it may share its place with a
             replacement of another feature.
+        passes_through: it calls the original with what it is given and returns what that returns, and needs nothing of
+            its code, which therefore stands in no row of the matrix.
         why, upstream, remove_when: the ledger.
         closure_because: the ledger too: why a CLOSURE that is not `in_graph` is no WRAPT.
     """
@@ -56,6 +58,7 @@ class Seam:
     required: bool = True
     inherited: bool = False
     stacks: bool = False
+    passes_through: bool = False
     closure_because: str = ""
 
     def __post_init__(self) -> None:

@@ -121,13 +121,15 @@ def _without_families(
         for row, cell in ([listed] if listed is not None else rows)
         if cell.verdict is Verdict.PATCH and cell.is_of(found, common)
     ]
+    if not fitting:
+        return None
     left_out = {
         name: _why_unknown(targets, found, listed)
         for name, targets in families.items()
         if not any(cell.is_of(found, targets) for _, cell in fitting)
     }
     others = [target for name, targets in families.items() if name not in left_out for target in targets]
-    if not fitting or not any(found[target] for target in others):
+    if not any(found[target] for target in others):
         return None
     row, cell = max(fitting, key=lambda pair: sum(pair[1].is_of(found, targets) for targets in families.values()))
     whole = _like_known(row, cell, why, version, found) if listed is None else _as_listed(row, cell, matrix, found)
@@ -139,8 +141,8 @@ def _why_unknown(targets: Sequence[str], found: Mapping[str, str | None], listed
     """Why the code of a family, which is at these targets, is not known."""
     if listed is not None:
         return _difference(targets, found, listed[1], listed[0].version)
-    gone = [target for target in targets if found[target] is None]
-    return f"{gone[0]} is not there" if gone else "its code is unlike that of any version in the matrix"
+    gone = not any(found[target] for target in targets)
+    return f"{targets[0]} is not there" if gone else "its code is unlike that of any version in the matrix"
 
 
 def _difference(targets: Iterable[str], found: Mapping[str, str | None], cell: Cell, version: str | None) -> str:
