@@ -12,9 +12,11 @@ encoder and VAE then wait in host memory, and the plan counts with their room.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -94,6 +96,7 @@ class EncodedUnits:
         self._modes = [read.vae_encode, read.vae_fast, read.fast]  # of the VAE, whose bits may differ
         self._identities: dict[int, str] = {}  # by id of a unit
         self._models: dict[str, str] = {}  # identities by name
+        self._encoding: list[tuple[Any, Callable[..., Any]]] = []  # units that run a model, with their own `process`
         self._of_pipe, reason = "", ""
         try:
             with _in_words():  # now: a tokenizer changes when it is used
@@ -141,6 +144,38 @@ class EncodedUnits:
             finally:
                 set_random_states(drawn, self._device)
 
+    def identity_of_samples(self, call: TrainingCall) -> str:
+        """All that the results of the units depend on in a run over this dataset.
+
+        Raises:
+            Fallback: it has no exact form.
+        """
+        from wanshim.adapters.diffsynth.dataset_identity import dataset_identity
+        from wanshim.core.encoding.files import sha256_json
+        from wanshim.core.encoding.identity import class_code
+
+        module = call.model
+        script = Path(getattr(sys.modules.get(type(module).__module__), "__file__", None) or "")
+        with _in_words(), call.accelerator.autocast():
+            return sha256_json(
+                [
+                    [len(call.dataset), dataset_identity(call.dataset)],
+                    [class_code(type(module)), _contents(module, set()), _switches(module)],
+                    sha256(script.read_bytes()).hexdigest() if script.is_file() else "",  # whose functions it calls
+                    [class_code(type(unit)) for unit in self._pipe.units],
+                    [self._identity_or_reason(unit, original) for unit, original in self._encoding],
+                ]
+            )
+
+    def _identity_or_reason(self, unit: Any, original: Callable[..., Any]) -> str:
+        """Of a unit, or why its results are not kept."""
+        from wanshim.core.shared.fallback import Fallback
+
+        try:
+            return self.cache.left.get(type(unit).__name__) or self._identity(unit, original)
+        except Fallback as reason:
+            return str(reason)
+
     def idle(self) -> frozenset[str]:
         """The models that no step calls, if what they encode is there."""
         units = [unit for unit in self._pipe.units if _encodes(self._pipe, unit)]
@@ -161,6 +196,7 @@ class EncodedUnits:
 
     def _kept(self, name: str, unit: Any, original: Callable[..., Any]) -> Callable[..., Any]:
         watched = self._watched(name, original)
+        self._encoding.append((unit, original))
 
         def process(pipe: Any, *args: Any, **inputs: Any) -> Any:
             if args or pipe is not self._pipe or not _trains():
@@ -307,23 +343,41 @@ def _put_behind(call: TrainingCall, read: Settings, undo: Undo) -> EncodedUnits:
 def encode_missing(call: TrainingCall, read: Settings, undo: Undo, report: Report) -> frozenset[str]:
     """Encode the samples that are not there, each rank its share; the names of the models that no step calls then.
 
-    Whatever cannot be encoded before is encoded in training.
+    A run that has encoded all leaves a note of that; the next one over the same samples reads none of them before it
+    trains. Whatever cannot be encoded before is encoded in training.
     """
     from wanshim.adapters.diffsynth.splitting.side_models import is_movable, side_models_of
     from wanshim.core.encoding.directory import CacheUnavailable
-    from wanshim.core.shared.fallback import cause_of
+    from wanshim.core.shared.fallback import Fallback, cause_of
     from wanshim.core.shared.gpu_memory import give_back
+    from wanshim.core.strategy import kept_on_all
 
     if getattr(call.dataset, "load_from_cache", False) or not hasattr(call.dataset, "__len__"):
         return frozenset()
     side_models = side_models_of(call.pipe)
+    rank = call.accelerator.process_index, call.accelerator.num_processes
+    units, samples = None, ""
     try:
         units = _put_behind(call, read, undo)
+        samples = units.identity_of_samples(call)
+    except CacheUnavailable:  # which is said when it is put behind for the training
+        pass
+    except Fallback as reason:
+        report(f"each start reads every sample, to see what is encoded: {reason}")
+    except Exception as error:
+        report(f"each start reads every sample, to see what is encoded: {cause_of(error)}")
+    kept = units is not None and bool(samples) and units.cache.is_complete(samples, *rank)
+    if kept_on_all(kept) and units is not None:
+        report(f"no sample is read to be encoded: all that this dataset needs is in {_folder(read)}")
+        return units.idle() & side_models.keys()
+    if units is None:
+        return frozenset()
+    try:
         for model in filter(is_movable, side_models.values()):
             model.to(call.device)
         units.encode_share(call)
-    except CacheUnavailable:  # which is said when it is put behind for the training
-        return frozenset()
+        if samples:
+            units.cache.note_complete(samples, *rank)
     except Exception as error:
         report(f"samples are encoded in training, not before: {cause_of(error)}")
         return frozenset()

@@ -11,6 +11,7 @@ import json
 import os
 import random
 import signal
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -87,7 +88,8 @@ class Training(train_lora.LoraTraining):
     ) -> None:
         torch.nn.Module.__init__(self)
         vars(self).update(vars(copy.deepcopy(_loaded(checkpoint))))
-        self.seen, self.encoded, self.left, self.forwards = seen, encoded, killed, killed_at
+        # a user's module has none of these, and what begins so is of no account
+        self._seen, self._encoded, self._left, self._forwards = seen, encoded, killed, killed_at
         for model, name in ((self.pipe.vae, "encode"), (self.pipe.text_encoder, "forward")):
             self._count(type(model), name)
 
@@ -97,11 +99,12 @@ class Training(train_lora.LoraTraining):
         original = getattr(original, "counted", original)
 
         def call(model: Any, *args: Any, **kwargs: Any) -> Any:
-            with self.encoded.open("a") as file:
+            with self._encoded.open("a") as file:
                 file.write(f"{name}\n")
-            if name == "encode" and self.left is not None:
-                self.left -= 1
-                if self.left < 0:
+            time.sleep(float(os.environ.get("ENCODE_PAUSE_S", 0)))
+            if name == "encode" and self._left is not None:
+                self._left -= 1
+                if self._left < 0:
                     os.kill(os.getpid(), signal.SIGKILL)
             return original(model, *args, **kwargs)
 
@@ -109,12 +112,12 @@ class Training(train_lora.LoraTraining):
         setattr(cls, name, call)
 
     def forward(self, data: Any, inputs: Any = None) -> torch.Tensor:
-        if self.forwards is not None:
-            self.forwards -= 1
-            if self.forwards < 0:
+        if self._forwards is not None:
+            self._forwards -= 1
+            if self._forwards < 0:
                 os.kill(os.getpid(), signal.SIGKILL)
         loss = super().forward(data, inputs)
-        with self.seen.open("a") as file:
+        with self._seen.open("a") as file:
             file.write(json.dumps([data["prompt"], loss.item()]) + "\n")
         return loss
 

@@ -5,9 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 from tempfile import mkdtemp
 from types import SimpleNamespace
@@ -506,3 +511,193 @@ def test_two_runs_at_once_share_one_folder(tmp_path: Path) -> None:
     counts = [job.encoded(tmp_path / name) for name in "ab"]
     assert sum(count["encode"] for count in counts) == 3
     assert sum(count["forward"] for count in counts) == 2
+
+
+# A dataset whose results are all there
+
+
+COMPLETE = "no sample is read to be encoded: all that this dataset needs is in"
+READS_ALL = "each start reads every sample, to see what is encoded: "
+
+
+def _plan_notes() -> str:
+    return "\n".join(note for row in product.report().rows for note in row.notes)
+
+
+@pytest.fixture
+def again(train: Any, activate_planned: Any) -> Callable[..., tuple[Path, str, list[Any]]]:
+    """A planned run in a process that has not seen another: its folder, what it says, and its module."""
+
+    def run(name: str, **options: Any) -> tuple[Path, str, list[Any]]:
+        modules: list[Any] = []
+        product.deactivate()
+        activate_planned()
+        folder = train(name, change=modules.append, **options)
+        return folder, _plan_notes(), modules
+
+    return run
+
+
+@pytest.mark.slow
+def test_next_start_over_the_same_dataset_reads_no_sample_to_encode_it(
+    again: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert COMPLETE not in again("first", epochs=1)[1]
+    assert "encoding:" in capfd.readouterr().err
+    found, said, modules = again("later")
+    assert COMPLETE in said
+    assert "encoding:" not in capfd.readouterr().err
+    assert _same(found, _plain_run())
+    assert job.encoded(found) == {"encode": 0, "forward": 0}
+    assert [moved_to(getattr(modules[0].pipe, name)) for name in ("text_encoder", "vae")] == [HOST, HOST]
+
+
+def _gone(cache: Path, data: Path) -> None:
+    next(path for path in _entries(cache) if path.stat().st_size > 4096).unlink()
+
+
+def _damaged(cache: Path, data: Path) -> None:
+    entry = next(path for path in _entries(cache) if path.stat().st_size > 4096)
+    content = bytearray(entry.read_bytes())
+    content[-1] ^= 1
+    entry.write_bytes(content)
+
+
+def _touched(cache: Path, data: Path) -> None:
+    os.utime(data / "0.gif", (1, 1))
+
+
+def _another_prompt(cache: Path, data: Path) -> None:
+    text = (data / "metadata.json").read_text()
+    (data / "metadata.json").write_text(text.replace("a box", "a cat"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "encodes"),
+    [
+        (_gone, 1),
+        *(
+            pytest.param(*one, marks=pytest.mark.sweep)
+            for one in ((_damaged, 1), (_touched, 0), (_another_prompt, 1))
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_what_is_gone_damaged_or_another_voids_the_note(
+    change: Callable[[Path, Path], None], encodes: int, again: Any, tmp_path: Path
+) -> None:
+    data = job.write_data(tmp_path / "data", "gif")
+    samples = partial(job.dataset, data)
+    again("first", samples=samples(), epochs=1)
+    change(tmp_path / "cache", data)
+    found, said, _ = again("changed", samples=samples(), epochs=1)
+    assert COMPLETE not in said
+    assert sum(job.encoded(found).values()) == encodes
+    found, said, _ = again("later", samples=samples(), epochs=1)
+    assert COMPLETE in said
+    assert not sum(job.encoded(found).values())
+
+
+def _of_its_own_class() -> Any:
+    made = job.dataset(_made() / "gif")
+    made.__class__ = job.Flipped
+    return made
+
+
+def _with_an_operator_of_its_own() -> Any:
+    made = job.dataset(_made() / "gif")
+    made.special_operator_map["prompt"] = lambda text: text
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("samples", "reason"),
+    [
+        (_with_an_operator_of_its_own, "the dataset loads samples by _with_an_operator_of_its_own.<locals>.<lambda>"),
+        pytest.param(_of_its_own_class, "Flipped is not DiffSynth's UnifiedDataset", marks=pytest.mark.sweep),
+    ],
+    ids=["operator", "class"],
+)
+def test_dataset_that_is_not_known_is_read_at_each_start(samples: Any, reason: str, again: Any) -> None:
+    for name in ("first", "later"):
+        said = again(name, samples=samples(), epochs=1)[1]
+        assert READS_ALL + reason in said
+        assert COMPLETE not in said
+
+
+@pytest.mark.slow
+@pytest.mark.sweep
+def test_ranks_find_what_another_number_of_ranks_has_noted(tmp_path: Path) -> None:
+    more = {"WANSHIM_PLAN": "auto"}
+    for name, processes in (("two", 2), ("one", 1), ("two again", 2)):
+        given = {"processes": processes, "cache": tmp_path / "cache", "more": more, "epochs": 1}
+        assert not any(_start(tmp_path / name, **given)), said(tmp_path / name)
+        texts = [path.read_text() for path in (tmp_path / name).glob("said.*")]
+        assert [COMPLETE in text for text in texts] == [name != "two"] * processes
+        assert sum(job.encoded(tmp_path / name).values()) == (5 if name == "two" else 0)
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from tests.contract.diffsynth import encode_job
+
+encode_job.train(*map(Path, sys.argv[1:]), epochs=1)
+"""
+
+
+def _of_session(leader: int) -> list[str]:
+    """The processes that run in a session."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            name, _, rest = path.read_text().rpartition(")")
+            state, _, _, session = rest.split()[:4]
+            if int(session) == leader and state != "Z":
+                found.append(name)
+    return found
+
+
+def _until(done: Callable[[], object], seconds: float = 120.0) -> None:
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ctrl_c_while_samples_are_encoded_ends_both_ranks_and_keeps_what_is_done(tmp_path: Path) -> None:
+    """As in a terminal: every process of the command gets the signal, those that read samples, too."""
+    videos, folder = 8, tmp_path / "cache"
+    data = job.write_data(tmp_path / "data", "gif", videos=videos)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("WANSHIM_")}
+    clean |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    clean |= {"PYTHONPATH": str(Path(__file__).parents[3]), "GLOO_SOCKET_IFNAME": "lo"}
+    clean |= {"WANSHIM_ENCODE_CACHE": str(folder)}
+
+    def start(name: str, **more: str) -> subprocess.Popen[str]:
+        paths = [str(tmp_path / name), str(data), str(_made() / "checkpoint")]
+        command = [sys.executable, "-m", "wanshim", "run", "--gpus", "2", "--", sys.executable, "train.py", *paths]
+        with (tmp_path / f"{name}.log").open("w") as log:
+            return subprocess.Popen(
+                command, cwd=tmp_path, env=clean | more, stdout=log, stderr=log, text=True, start_new_session=True
+            )
+
+    with start("stopped", ENCODE_PAUSE_S="1") as stopped:
+        _until(lambda: len(_entries(folder)) > 2)
+        os.killpg(stopped.pid, signal.SIGINT)
+        assert stopped.wait(60) == 128 + signal.SIGINT, (tmp_path / "stopped.log").read_text()
+    _until(lambda: not _of_session(stopped.pid), 20)
+    assert not job.losses(tmp_path / "stopped")
+    kept = _entries(folder)
+    assert 2 < len(kept) < videos + 2
+    assert [path for path in folder.iterdir() if path.suffix != ".safetensors"] == []
+    with CacheDirectory(folder) as directory:
+        assert all(EmbeddingCache(directory).load(path.stem) for path in kept)
+    with start("later") as later:
+        assert later.wait(300) == 0, (tmp_path / "later.log").read_text()
+    assert sum(job.encoded(tmp_path / "later").values()) == videos + 2 - len(kept)

@@ -58,6 +58,7 @@ class CallCache:
         self._entries = EmbeddingCache(self._directory)
         self._directory.remove_abandoned()  # of writers that were killed
         self._drawn = WeakIdKeyDictionary()  # tensor -> its name
+        self._keys: set[str] = set()  # of the entries that this process has read or written
         self._without_tensors: set[str] = set()  # keys whose results take nothing to compute
         self._calls: Counter[str] = Counter()  # by name
         self._late: Counter[str] = Counter()  # after the first epoch: computed, less read
@@ -73,6 +74,38 @@ class CallCache:
     @property
     def num_damaged(self) -> int:
         return self._entries.rejected
+
+    def is_complete(self, dataset: str, index: int, number: int) -> bool:
+        """Whether a process has noted that all results of a dataset are kept, and those that fall to this process are
+        there, whole. The calls that are not kept are then known.
+
+        Args:
+            dataset: the identity of the samples and of all that computes.
+            index, number: of this process among those that ask.
+        """
+        found = self._entries.load_described(sha256_json([dataset]))
+        parts = found[1]["parts"] if found is not None else 0
+        noted = [
+            self._entries.load_described(sha256_json([dataset, part, parts])) for part in range(index, parts, number)
+        ]
+        mine = [described for _, described in filter(None, noted)]
+        if not parts or len(mine) < len(noted):
+            return False
+        if not all(self._entries.load(key) for described in mine for key in described["entries"]):
+            return False
+        for described in mine:
+            self.left.update(described["reasons"])
+            self.reasons.update(described["reasons"])
+        return True
+
+    def note_complete(self, dataset: str, index: int, number: int) -> None:
+        """Note that all results of this process's share of a dataset are kept, unless one is not."""
+        if self.unkept:
+            return
+        kept = {"entries": sorted(self._keys), "reasons": self.reasons}
+        with suppress(CacheUnavailable):
+            self._entries.save(sha256_json([dataset, index, number]), {}, kept)
+            self._entries.save(sha256_json([dataset]), {}, {"parts": number})
 
     def watched(self, name: str, compute: Compute, device: torch.device, given: Any) -> Any:
         """The result of a call that is not kept; tensors that it makes count as drawn if it draws, or has a drawn one.
@@ -146,6 +179,7 @@ class CallCache:
         found = self._entries.load_described(key)
         if found is None:
             return None
+        self._keys.add(key)
         self.counts["read"] += 1
         self._late[name] -= self._is_late(name)
         tensors, described = found
@@ -206,6 +240,7 @@ class CallCache:
         try:
             self._entries.discard_parts(key)
             self._entries.save(key, tensors, described)
+            self._keys.add(key)
         except CacheUnavailable as reason:
             self.counts["unkept"] += 1
             if not self.unkept:

@@ -1,6 +1,13 @@
 """The strategy of a training job: the job and the machine's limits as data, the decision, and the plan."""
 
-from wanshim.core.strategy.agree import check_alike, failing_together, gathered, idle_on_all, least_of_all
+from wanshim.core.strategy.agree import (
+    check_alike,
+    failing_together,
+    gathered,
+    idle_on_all,
+    kept_on_all,
+    least_of_all,
+)
 from wanshim.core.strategy.block_trace import trace_block
 from wanshim.core.strategy.candidates import CHUNK_TOKENS, StepSettings
 from wanshim.core.strategy.job import Limits, Request, SideModel, TrainingJob, Video
@@ -31,6 +38,7 @@ __all__ = [
     "failing_together",
     "gathered",
     "idle_on_all",
+    "kept_on_all",
     "least_of_all",
     "predict",
     "store_of",

@@ -30,6 +30,11 @@ def idle_on_all(idle: frozenset[str]) -> frozenset[str]:
     return frozenset.intersection(*map(frozenset, gathered(sorted(idle), "wanshim/encoded", ENCODED_S)))
 
 
+def kept_on_all(kept: bool) -> bool:
+    """Whether every rank has what its samples are encoded to."""
+    return all(gathered(kept, "wanshim/kept", ENCODED_S))
+
+
 def least_of_all(limits: Limits) -> Limits:
     """The limits of this rank with the least that any rank has; its own where the ranks have not as many devices."""
     # bytes by their order: each rank has devices of its own

@@ -1,0 +1,100 @@
+"""The identity of a dataset of DiffSynth, found without reading a sample: its rows, what loads them, and its files by
+size and time of change. What loads them must be DiffSynth's own, which draws nothing at random."""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any
+
+from wanshim.core.encoding.contents import content
+from wanshim.core.encoding.identity import class_code, code_identity
+from wanshim.core.shared.fallback import Fallback
+
+KNOWN = "diffsynth.core.data.unified_dataset.UnifiedDataset"
+ROWS = {"data", "cached_data"}
+
+
+def dataset_identity(dataset: Any) -> list[Any]:
+    """As JSON; it is another one if a sample may be another one.
+
+    Raises:
+        Fallback: nothing tells, short of reading the samples.
+    """
+    cls = type(dataset)
+    if f"{cls.__module__}.{cls.__qualname__}" != KNOWN:
+        raise Fallback(f"{cls.__qualname__} is not DiffSynth's UnifiedDataset")
+    loading = {name: value for name, value in vars(dataset).items() if name not in ROWS}
+    return [class_code(cls), _described(loading), content(dataset.data), list(_files(dataset))]
+
+
+def _described(value: Any) -> Any:
+    """What loads samples, as JSON."""
+    if isinstance(value, type):
+        return f"type {value.__module__}.{value.__qualname__}"
+    if type(value) in (list, tuple):
+        return [_described(item) for item in value]
+    if type(value) is dict:
+        return [[_described(key), _described(item)] for key, item in value.items()]
+    if not callable(value):
+        return content(value)
+    own = value if isinstance(value, types.FunctionType) else type(value)
+    if own.__module__.startswith("diffsynth."):
+        return [code_identity(value)] if own is value else [class_code(own), _described(vars(value))]
+    return _installed(value)
+
+
+def _installed(function: Any) -> str:
+    """A function of an installed package, such as what reads a sound, by name and version.
+
+    Raises:
+        Fallback: it is another one.
+    """
+    module, name = getattr(function, "__module__", None) or "", getattr(function, "__qualname__", "")
+    package = module.partition(".")[0]
+    try:
+        if getattr(sys.modules.get(module), name, None) is function:
+            return f"{module}.{name} {metadata.version(package)}"
+    except metadata.PackageNotFoundError:
+        pass
+    named = name or type(function).__qualname__
+    raise Fallback(f"the dataset loads samples by {named}, which is neither DiffSynth's nor an installed package's")
+
+
+def _files(dataset: Any) -> Iterator[list[Any]]:
+    """Path, size and time of change of every file that a row names; the time counts as a name alone.
+
+    Raises:
+        Fallback: a row names what is no file here.
+    """
+    keys = [key for key in dataset.data_file_keys if any(key in row for row in dataset.data)]
+    for key in keys:
+        folders = set(_folders(dataset.special_operator_map.get(key, dataset.main_data_operator))) or {""}
+        for name in dict.fromkeys(name for row in dataset.data for name in _names(row.get(key))):
+            paths = [os.path.abspath(os.path.join(folder, name)) for folder in sorted(folders)]
+            found = [(path, os.stat(path)) for path in paths if os.path.isfile(path)]
+            if not found:
+                raise Fallback(f"a sample's {key} is no file here: {name}")
+            yield from ([path, status.st_size, status.st_mtime_ns] for path, status in found)
+
+
+def _folders(operator: Any) -> Iterator[str]:
+    """The folders that paths of rows are relative to."""
+    if type(operator) in (list, tuple):
+        for item in operator:
+            yield from _folders(item)
+    elif type(operator).__name__ == "ToAbsolutePath":
+        yield operator.base_path
+    elif not isinstance(operator, type) and type(operator).__module__.startswith("diffsynth."):
+        yield from _folders(list(vars(operator).values()))
+
+
+def _names(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif type(value) in (list, tuple, dict):
+        for item in value.values() if type(value) is dict else value:
+            yield from _names(item)
