@@ -3,11 +3,11 @@ size and time of change. What loads them must be DiffSynth's own, which draws no
 
 from __future__ import annotations
 
-import os
 import sys
 import types
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from wanshim.core.encoding.contents import content
@@ -41,10 +41,10 @@ def _described(value: Any) -> Any:
         return [[_described(key), _described(item)] for key, item in value.items()]
     if not callable(value):
         return content(value)
-    own = value if isinstance(value, types.FunctionType) else type(value)
-    if own.__module__.startswith("diffsynth."):
-        return [code_identity(value)] if own is value else [class_code(own), _described(vars(value))]
-    return _installed(value)
+    is_function = isinstance(value, types.FunctionType)
+    if not (value if is_function else type(value)).__module__.startswith("diffsynth."):
+        return _installed(value)
+    return code_identity(value) if is_function else [class_code(type(value)), _described(vars(value))]
 
 
 def _installed(function: Any) -> str:
@@ -74,11 +74,11 @@ def _files(dataset: Any) -> Iterator[list[Any]]:
     for key in keys:
         folders = set(_folders(dataset.special_operator_map.get(key, dataset.main_data_operator))) or {""}
         for name in dict.fromkeys(name for row in dataset.data for name in _names(row.get(key))):
-            paths = [os.path.abspath(os.path.join(folder, name)) for folder in sorted(folders)]
-            found = [(path, os.stat(path)) for path in paths if os.path.isfile(path)]
+            paths = [Path(folder, name).absolute() for folder in sorted(folders)]
+            found = [(path, path.stat()) for path in paths if path.is_file()]
             if not found:
                 raise Fallback(f"a sample's {key} is no file here: {name}")
-            yield from ([path, status.st_size, status.st_mtime_ns] for path, status in found)
+            yield from ([str(path), status.st_size, status.st_mtime_ns] for path, status in found)
 
 
 def _folders(operator: Any) -> Iterator[str]:

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -150,6 +149,8 @@ class EncodedUnits:
         Raises:
             Fallback: it has no exact form.
         """
+        from hashlib import sha256
+
         from wanshim.adapters.diffsynth.dataset_identity import dataset_identity
         from wanshim.core.encoding.files import sha256_json
         from wanshim.core.encoding.identity import class_code

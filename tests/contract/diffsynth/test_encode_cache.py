@@ -577,10 +577,7 @@ def _another_prompt(cache: Path, data: Path) -> None:
     ("change", "encodes"),
     [
         (_gone, 1),
-        *(
-            pytest.param(*one, marks=pytest.mark.sweep)
-            for one in ((_damaged, 1), (_touched, 0), (_another_prompt, 1))
-        ),
+        *(pytest.param(*one, marks=pytest.mark.sweep) for one in ((_damaged, 1), (_touched, 0), (_another_prompt, 1))),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -206,3 +208,82 @@ def test_contents_differ_with_any_bit_type_or_place() -> None:
     assert len({content(value) for value in values}) == len(values)
     with pytest.raises(Fallback, match="no exact form"):
         content(one.to_sparse())
+
+
+# A dataset whose results are all kept
+
+
+def double(value: float) -> Encoder:
+    return Encoder(lambda number: {"out": torch.tensor([2 * value])})
+
+
+def encode_share(cache: CallCache, index: int, number: int, of: int = 5) -> None:
+    for sample in range(index, of, number):
+        ask(cache, double(sample), number=float(sample))
+    cache.note_complete("dataset", index, number)
+
+
+def asked_by(folder: Path, number: int, dataset: str = "dataset") -> list[bool]:
+    """Whether each of so many processes finds its part."""
+    found = []
+    for index in range(number):
+        cache = CallCache(folder)
+        found.append(cache.is_complete(dataset, index, number))
+        cache.close()
+    return found
+
+
+def written_by(folder: Path, number: int) -> list[Path]:
+    """The files of so many processes that have encoded all samples: entries and notes."""
+    for index in range(number):
+        cache = CallCache(folder)
+        encode_share(cache, index, number)
+        cache.close()
+    return sorted(folder.glob("*.safetensors"))
+
+
+def test_part_of_a_dataset_is_not_all_of_it(tmp_path: Path) -> None:
+    cache = CallCache(tmp_path / "cache")
+    encode_share(cache, 0, 2)
+    cache.close()
+    assert asked_by(tmp_path / "cache", 2) == [True, False]
+    assert asked_by(tmp_path / "cache", 1) == [False]
+    written_by(tmp_path / "cache", 2)
+    for number in (1, 2, 3):  # of three, one has no part
+        assert asked_by(tmp_path / "cache", number) == [True] * number
+    assert asked_by(tmp_path / "cache", 2, "another dataset") == [False, False]
+
+
+@pytest.mark.parametrize("how", ["gone", "damaged"])
+def test_every_entry_counts_for_the_note_of_its_dataset(how: str, tmp_path: Path) -> None:
+    for number in range(len(written_by(tmp_path / "0", 2))):
+        folder = tmp_path / str(number + 1)
+        entry = written_by(folder, 2)[number]
+        entry.unlink() if how == "gone" else os.truncate(entry, entry.stat().st_size - 1)
+        assert not all(asked_by(folder, 2))
+        written_by(folder, 2)
+        assert all(asked_by(folder, 2))
+
+
+def test_note_tells_the_calls_that_are_not_kept(tmp_path: Path) -> None:
+    draws = Encoder(lambda: {"out": torch.rand(1)})
+    for first in (True, False):
+        cache = CallCache(tmp_path / "cache")
+        assert cache.is_complete("dataset", 0, 1) is not first
+        if first:
+            ask(cache, draws)
+            cache.note_complete("dataset", 0, 1)
+        assert cache.reasons == cache.left == {"encoder": "it draws at random"}
+        cache.close()
+
+
+def test_nothing_is_noted_if_a_result_could_not_be_kept(cache: CallCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    ask(cache, double(1.0), number=1.0)
+    monkeypatch.undo()
+    cache.note_complete("dataset", 0, 1)
+    assert cache.unkept
+    assert not cache.is_complete("dataset", 0, 1)
