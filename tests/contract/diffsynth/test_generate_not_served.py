@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import pkgutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,6 +57,32 @@ def test_it_loads_as_the_framework_does_and_the_report_says_why(
     ((said, times),) = wanshim.report(strict=False).row(FEATURE).fallbacks.items()
     assert said.startswith("FluxImagePipeline on one GPU, with the script's own offload: of DiffSynth's pipelines")
     assert times == 1
+
+
+SCRIPT = """
+from diffsynth.pipelines.flux_image import FluxImagePipeline, ModelConfig
+
+try:
+    FluxImagePipeline.from_pretrained(device="cpu", model_configs=[ModelConfig(path="no such file")])
+except FileNotFoundError:
+    print("DiffSynth's own error")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.sweep
+@pytest.mark.parametrize("strict", ["0", "1"])
+def test_a_user_s_script_is_told_by_one_command(strict: str, tmp_path: Path) -> None:
+    (tmp_path / "generate.py").write_text(SCRIPT)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("WANSHIM_")}
+    clean |= {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(Path(__file__).parents[3]), "WANSHIM_STRICT": strict}
+    done = subprocess.run(
+        [sys.executable, "-m", "wanshim", "generate", "--gpus", "2", "--", sys.executable, "generate.py"],
+        cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert (done.returncode == 0) == (strict == "0"), done.stderr
+    assert ("DiffSynth's own error" in done.stdout) == (strict == "0")
+    assert "of DiffSynth's pipelines WanVideoPipeline alone is served" in done.stderr
 
 
 def classes() -> Iterator[Any]:

@@ -59,16 +59,16 @@ def job(family: str, folder: Path, output: str) -> list[str]:
     ]
 
 
-def run(command: list[str], framework: Path | None, **variables: str) -> subprocess.CompletedProcess[str]:
-    """`wanshim run` of a script with these variables; of the framework alone without any."""
+def run(command: list[str], framework: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """`wanshim run` of a script with these options and variables; of the framework alone without any."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WANSHIM_")}
     clean |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    paths = [*([str(framework)] if framework is not None else []), str(Path(__file__).parents[3])]
-    clean |= {"PYTHONPATH": os.pathsep.join(paths), **{f"WANSHIM_{name}": text for name, text in variables.items()}}
-    start = [sys.executable, "-m", "wanshim", "run", "--"] if variables else []
+    clean |= {"PYTHONPATH": os.pathsep.join([str(framework), str(Path(__file__).parents[3])])}
+    clean |= {"GLOO_SOCKET_IFNAME": "lo", **{f"WANSHIM_{name}": text for name, text in variables.items()}}
+    start = [sys.executable, "-m", "wanshim", "run", *options, "--"] if variables else []
     return subprocess.run(
         [*start, sys.executable, *command],
-        cwd=framework or Path(__file__).parents[3], env=clean, capture_output=True, text=True, timeout=300,
+        cwd=framework, env=clean, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
 
 
@@ -89,9 +89,12 @@ def test_changed_family_is_refused_by_name_and_the_other_trains(family: str, tmp
     assert run(job(other, tmp_path, "plain"), framework).returncode == 0
     assert written(tmp_path / "split") == written(tmp_path / "plain")
 
-    found = run(job(family, tmp_path / "left out", "out"), framework, PLAN="stream")
+    gpus = {"MiniMax-H3": 1, "Wan": 2}[family]
+    plan = {"MiniMax-H3": "stream", "Wan": "sequence"}[family]
+    found = run(job(family, tmp_path / "left out", "out"), framework, "--gpus", str(gpus), PLAN=plan)
     assert found.returncode != 0
     text = found.stderr.partition("FeatureUnavailable")[2]
+    assert not list((tmp_path / "left out" / "out").glob("*.safetensors"))
     assert f"diffsynth.model_split is unavailable for this model: {family} is left out: {CODE[family]}" in text
     assert "Loading models from" not in found.stdout + found.stderr
 
