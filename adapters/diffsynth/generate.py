@@ -120,9 +120,9 @@ def with_kept_cache(number: int, *args: Any, tea_cache: Any, **kwargs: Any) -> A
 
 def blocks_of(_: Any, *, dit: Any, vace: Any = None, **__: Any) -> list[BlockList]:
     """The blocks through which the tokens of one `model_fn_wan_video` go."""
-    from wanshim.adapters.diffsynth.splitting import sequence
+    from wanshim.adapters.diffsynth.splitting import wan
 
-    return sequence.block_lists(SimpleNamespace(dit=dit, vace=vace))
+    return wan.block_lists(SimpleNamespace(dit=dit, vace=vace))
 
 
 def _parts(pipe: Any) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def _parts(pipe: Any) -> dict[str, Any]:
 
 def _tokens(pipe: Any) -> tuple[str, int]:
     """Why the tokens of a forward cannot go over GPUs, or empty; and its attention heads."""
-    from wanshim.adapters.diffsynth.splitting import refusals, sequence, wan
+    from wanshim.adapters.diffsynth.splitting import refusals, wan
     from wanshim.core.sequence import check_shardable
     from wanshim.errors import ModelInvalid
 
@@ -144,7 +144,7 @@ def _tokens(pipe: Any) -> tuple[str, int]:
         if reason:
             return reason, 0
         try:
-            heads.append(check_shardable(sequence.block_lists(expert)))
+            heads.append(check_shardable(wan.block_lists(expert)))
         except ModelInvalid as error:
             return str(error), 0
     return "", min(heads)

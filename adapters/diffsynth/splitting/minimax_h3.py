@@ -9,8 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from wanshim.adapters.diffsynth.splitting.family import Family, Hints
+from wanshim.core.sequence import BlockList
 from wanshim.core.strategy import Video
 
+MODULE = "diffsynth.models.minimax_h3_dit"
+ATTENTION = "_sdpa_varlen_attention"
 GROUP, FIRST = 5, 2  # latent frames of each group of `time_division_factor` frames of video, and those before
 LATENT_PIXELS = 16  # of a side, for one latent
 PATCH = 2
@@ -79,23 +82,44 @@ def attention_between_numbers(original: Any) -> Any:
     return attention
 
 
+def block_lists(pipe: Any, compiled: bool = False) -> list[BlockList]:
+    """The DiT's blocks, whose module has the function by which they attend: queries and keys are turned before it,
+    token by token. What the refiner of the text and the control net attend to stays whole."""
+    return [
+        BlockList(
+            blocks=list(pipe.dit.blocks),
+            exit=pipe.dit.final_layer,
+            function=f"{type(pipe.dit).__module__}:{ATTENTION}",
+            num_heads=("attn.num_heads",),
+            per_token={"x": {2: 0}, "combined_indices": {1: 0}, "rope_freqs": {2: 0}},
+            whole=(),
+        )
+    ]
+
+
+CLASSES = (
+    f"{MODULE}.MiniMaxH3DiT",
+    f"{MODULE}_comfy.MiniMaxH3DiTComfy",
+    f"{MODULE}_comfy.MiniMaxH3DiTComfyPruned",
+)
 FAMILY = Family(
     name="MiniMax-H3",
-    modules="diffsynth.models.minimax_h3_dit",
+    modules=MODULE,
     blocks=("blocks",),
     exits=("final_layer",),
-    split_classes=(
-        "diffsynth.models.minimax_h3_dit.MiniMaxH3DiT",
-        "diffsynth.models.minimax_h3_dit_comfy.MiniMaxH3DiTComfy",
-        "diffsynth.models.minimax_h3_dit_comfy.MiniMaxH3DiTComfyPruned",
-    ),
+    split_classes=CLASSES,
+    sharded_classes=CLASSES,
+    block_lists=block_lists,
+    exchanged=f"{MODULE}:{ATTENTION}",
+    num_heads="attn.num_heads",
+    num_heads_argument="num_attention_heads",
+    sees_all_tokens=("controlnet",),
     refused_parts={"dit.vdn_enabled": "VDN: its blocks attend by kernels of their own, over a layout that they keep"},
-    known_classes=("diffsynth.models.minimax_h3_dit.MiniMaxH3DiT",),
+    known_classes=CLASSES[:1],
     block_inputs=block_inputs,
-    in_graphs={"diffsynth.models.minimax_h3_dit:_sdpa_varlen_attention": attention_between_numbers},
+    in_graphs={f"{MODULE}:{ATTENTION}": attention_between_numbers},
     by_value=("cu_seqlens", "max_seqlen"),
     video=video_of,
-    why_not_sharded=", since they attend in pieces of one packed sequence of text, audio and video",
     text_encoders={"text_encoder": "diffsynth.models.minimax_h3_text_encoder.MiniMaxH3TextEncoder"},
     side_models={
         "text_encoder": ("forward",),

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from wanshim.adapters.diffsynth.splitting.family import Companions, Family, Hints
+from wanshim.core.sequence import BlockList
 
+ATTENTION = "self_attn.attn"
+VACE_TOKENS = {"c": {3: 1}, "x": {3: 1}, "t_mod": {4: 1}, "freqs": {3: 0}}
 TEXT_TOKENS, IMAGE_TOKENS = 512, 257  # what WanModel's prompt and CLIP image take of the context
 
 
@@ -38,6 +42,17 @@ def real_rotary(original: Any) -> Any:
     return rope_apply
 
 
+def block_lists(pipe: Any, compiled: bool = False) -> list[BlockList]:
+    """The DiT's blocks; those of VACE run first, on the same tokens. Compiled blocks exchange tokens
+    at attention itself, where they leave their graphs."""
+    own = BlockList(blocks=list(pipe.dit.blocks), exit=pipe.dit.head)
+    if compiled:
+        own = replace(own, attention=ATTENTION, projections=(), num_heads=(f"{ATTENTION}.num_heads",), whole=())
+    if getattr(pipe, "vace", None) is None:
+        return [own]
+    return [BlockList(blocks=list(pipe.vace.vace_blocks), gather=False, tokens="c", per_token=VACE_TOKENS), own]
+
+
 FAMILY = Family(
     name="Wan",
     modules="diffsynth.models.wan_",
@@ -48,6 +63,8 @@ FAMILY = Family(
         "diffsynth.models.wan_video_dit_s2v.WanS2VModel",
     ),
     sharded_classes=("diffsynth.models.wan_video_dit.WanModel",),
+    block_lists=block_lists,
+    exchanged=ATTENTION,
     known_classes=("diffsynth.models.wan_video_dit.WanModel",),
     attention="diffsynth.models.wan_video_dit:flash_attention",
     block_inputs=block_inputs,
