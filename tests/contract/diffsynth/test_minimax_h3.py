@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -44,6 +45,7 @@ from wanshim.adapters.diffsynth.splitting.micro_batch import micro_batch
 from wanshim.adapters.diffsynth.splitting.minimax_h3 import FAMILY
 from wanshim.adapters.diffsynth.training_road import Row, TrainingCall
 from wanshim.core.model_split import split_of
+from wanshim.core.sequence import sequence_of
 from wanshim.core.strategy import Limits, decide
 from wanshim.core.streaming import stream_model, stream_of
 from wanshim.errors import FeatureUnavailable, PlacementInvalid
@@ -234,7 +236,7 @@ def _tensors(files: dict[str, bytes]) -> dict[str, torch.Tensor]:
     return {
         f"{file} {name}": tensor.double().flatten()
         for file, content in files.items()
-        if file != "losses"
+        if file.endswith(".safetensors")
         for name, tensor in safetensors.torch.load(content).items()
     }
 
@@ -394,18 +396,34 @@ def test_generation_over_gpus_is_refused_before_anything_is_loaded(
     assert "its tokens are not shared over GPUs" in (str(caught.value) if strict else str(row.fallbacks))
 
 
-def test_tokens_over_ranks_are_refused_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_heads_are_refused_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANSHIM_PLAN", "sequence")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "6")
     wanshim.activate(f"none,{FEATURE}")
     config = {"model_class": "diffsynth.models.minimax_h3_dit.MiniMaxH3DiT", "extra_kwargs": h3.TINY}
     pool = model_loader.ModelPool()
-    with pytest.raises(
-        FeatureUnavailable, match="the tokens of MiniMax-H3's blocks are not sharded, since they attend"
-    ):
+    with pytest.raises(FeatureUnavailable, match="6 ranks for 4 attention heads, of which each computes whole ones"):
         pool.load_model_file(config, "no such file", pool.default_vram_config())
-    with pytest.raises(FeatureUnavailable, match="the tokens of MiniMax-H3's blocks are not sharded"):
+    with pytest.raises(FeatureUnavailable, match="6 ranks for 4 attention heads"):
         runner.launch_training_task(Accelerator(cpu=True), Samples(1), made(), None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("control net", "controlnet works between the blocks on all tokens"),
+        ("vdn", "VDN: its blocks attend by kernels"),
+    ],
+)
+def test_what_needs_all_tokens_is_not_sharded_by_name(kind: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANSHIM_PLAN", "sequence")
+    wanshim.activate(f"none,{FEATURE}")
+    module = made("control net" if kind == "control net" else "plain")
+    if kind == "vdn":
+        module.pipe.dit.vdn_enabled = True
+    with pytest.raises(FeatureUnavailable, match=reason):
+        runner.launch_training_task(Accelerator(cpu=True), Samples(1), module, None)
+    assert sequence_of(module.pipe.dit) is None
 
 
 ARGUMENTS = "--height 32 --width 64 --num_frames 22 --dataset_num_workers 0 --learning_rate 1e-3 --samples 4"
@@ -468,6 +486,35 @@ def test_user_s_script_trains_streamed_on_what_it_has_cached(tmp_path: Path, che
     said = script(tmp_path, checkpoint, "streamed", "--gpus", "1", PLAN="stream", STRICT="1", **cached)
     assert "streaming 2 of 4 blocks to cpu" in said
     assert written(tmp_path / "streamed") == written(tmp_path / "plain")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("processes", "variables"),
+    [
+        (2, {}),
+        *(pytest.param(*case, marks=pytest.mark.sweep) for case in ((2, {"COMPILE": "1"}), (3, {"OFFLOAD": "on"}))),
+    ],
+    ids=str,
+)
+def test_user_s_script_trains_each_sample_on_all_processes(
+    tmp_path: Path, checkpoint: Path, processes: int, variables: dict[str, str]
+) -> None:
+    """The losses, and what is trained, of one process: every sample of another length, two of them a step."""
+    more = "--gradient_accumulation_steps 2"
+    script(tmp_path, checkpoint, "plain", more=more)
+    said = script(
+        tmp_path, checkpoint, "shared", "--gpus", str(processes), more=more, PLAN="sequence", STRICT="1", **variables
+    )
+    assert f"sequence parallel over {processes} ranks, 4 blocks, 4 heads" in said
+    assert "predicted peak for 640 tokens" in said  # of text, too
+    assert ("graphs compiled: " in said) is ("COMPILE" in variables)
+    losses = [json.loads((tmp_path / "plain/losses.0.json").read_text())]
+    losses += [json.loads((tmp_path / f"shared/losses.{rank}.json").read_text()) for rank in range(processes)]
+    torch.testing.assert_close(torch.tensor(losses[1:]), torch.tensor(losses[:1] * processes), rtol=1e-5, atol=0)
+    ours, theirs = (_tensors(written(tmp_path / name)) for name in ("shared", "plain"))
+    assert max(((ours[n] - theirs[n]).norm() / theirs[n].norm()).item() for n in theirs) < 1e-4
 
 
 @pytest.mark.slow

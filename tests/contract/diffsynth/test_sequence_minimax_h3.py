@@ -20,6 +20,7 @@ from diffsynth.models.minimax_h3_dit_comfy import MiniMaxH3DiTComfy, MiniMaxH3Di
 
 from tests.contract.diffsynth import minimax_h3 as h3
 from wanshim.adapters.diffsynth.splitting.minimax_h3 import FAMILY
+from wanshim.core.streaming import stream_model
 
 EXACT = 1e-5
 SIZES = {2: {"num_frames": 39, "text": 9}}
@@ -27,17 +28,19 @@ KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "not recomputed": {"recomputed": False},
     "guidance": {"cfg_scale": 2.0},
+    "streamed": {"streamed": 3},
     "comfy": {"kind": MiniMaxH3DiTComfy},
     "comfy, pruned": {"kind": MiniMaxH3DiTComfyPruned},
 }
 
 
 def made(kind: str) -> h3.Training:
-    given = dict(KINDS[kind])
-    model = h3.lora_model(torch.float32, given.pop("kind", minimax_h3_dit.MiniMaxH3DiT))
-    recomputed = given.pop("recomputed", True)
-    module = h3.Training(h3.pipe_of(model), sizes=SIZES, **given)
-    module.use_gradient_checkpointing = recomputed
+    given = KINDS[kind]
+    model = h3.lora_model(torch.float32, given.get("kind", minimax_h3_dit.MiniMaxH3DiT))
+    module = h3.Training(h3.pipe_of(model), sizes=SIZES, cfg_scale=given.get("cfg_scale", 1.0))
+    module.use_gradient_checkpointing = given.get("recomputed", True)
+    if "streamed" in given:
+        stream_model(model, "cpu", count=given["streamed"], blocks="blocks")
     return module
 
 
