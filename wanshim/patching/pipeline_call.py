@@ -142,35 +142,6 @@ def watch_forward(
     return make
 
 
-def say_not_shared(name: str, reason: str) -> Callable[[Callable[..., Any], SeamState], Callable[..., Any]]:
-    """Makes the replacement of what loads a pipeline that is not shared over GPUs, and whose offload stays the
-    script's: it says so before anything is loaded, and under strict it raises.
-
-    Args:
-        name: of the pipeline.
-        reason: why it is not.
-    """
-
-    def make(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
-        def load(*args: Any, **kwargs: Any) -> Any:
-            read = seam.settings
-            if read.generate is None or not seam.enter():
-                return original(*args, **kwargs)
-            if not request_of(read.generate).asks_for_one:
-                from wanshim.core.workers import AHEAD
-
-                AHEAD.end()
-                if read.strict:
-                    seam.fail()
-                    raise _unavailable(name, reason)
-            seam.fall_back(f"{name} on one GPU, with the script's own offload: {reason}")
-            return original(*args, **kwargs)
-
-        return load
-
-    return make
-
-
 def _say_alone(seam: SeamState, model: Any) -> None:
     from wanshim.core.workers.process import is_worker
 

@@ -59,6 +59,26 @@ class Hints:
 
 
 @dataclass(frozen=True)
+class Denoising:
+    """The loop of a pipeline of the family, whose forwards several GPUs can share.
+
+    Args:
+        pipeline: the class, by module and name.
+        function: the function that its loop calls as `model_fn`, by module and name.
+        same, empty, few, blocks: as in `wanshim.core.generation.Forward`; functions of a module file.
+        refusal: of a pipeline: what it computes that no worker would, or None.
+    """
+
+    pipeline: str
+    function: str
+    same: str
+    empty: Callable[..., Any]
+    few: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]
+    blocks: Callable[..., list[BlockList]]
+    refusal: Callable[[Any], str | None] = lambda pipe: None
+
+
+@dataclass(frozen=True)
 class Family:
     """The placement table of one family of DiTs.
 
@@ -93,6 +113,7 @@ class Family:
         num_heads: the number of attention heads: path in a block.
         num_heads_argument: the same, as the DiT's class takes it.
         sees_all_tokens: what of the pipeline, where it is there, works on all tokens between the blocks.
+        denoising: the loop of its pipeline; None: one GPU runs it.
         pipeline_refusal: why its micro-batches cannot overlap, or None.
         side_models: frozen models that share the first device with the first stage, by attribute of the pipeline, each
             with the methods that the pipeline calls.
@@ -123,6 +144,7 @@ class Family:
     num_heads: str = "num_heads"
     num_heads_argument: str = "num_heads"
     sees_all_tokens: tuple[str, ...] = ()
+    denoising: Denoising | None = None
     pipeline_refusal: str | None = None
     side_models: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
-from wanshim.adapters.diffsynth.splitting.family import Companions, Family, Hints
+from wanshim.adapters.diffsynth.splitting.family import Companions, Denoising, Family, Hints
 from wanshim.core.sequence import BlockList
+
+if TYPE_CHECKING:
+    import torch
 
 ATTENTION = "self_attn.attn"
 VACE_TOKENS = {"c": {3: 1}, "x": {3: 1}, "t_mod": {4: 1}, "freqs": {3: 0}}
@@ -53,6 +57,28 @@ def block_lists(pipe: Any, compiled: bool = False) -> list[BlockList]:
     return [BlockList(blocks=list(pipe.vace.vace_blocks), gather=False, tokens="c", per_token=VACE_TOKENS), own]
 
 
+def blocks_of(_: Any, *, dit: Any, vace: Any = None, **__: Any) -> list[BlockList]:
+    """The blocks through which the tokens of one `model_fn_wan_video` go."""
+    return block_lists(SimpleNamespace(dit=dit, vace=vace))
+
+
+def empty_result(*, latents: torch.Tensor, context: torch.Tensor, **_: Any) -> torch.Tensor:
+    """An empty result of `model_fn_wan_video`: (b, channels, frames, height, width), for each prompt."""
+    return latents.new_empty((context.size(0), *latents.shape[1:]))
+
+
+def few_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Arguments of `model_fn_wan_video` with few tokens."""
+    from wanshim.core import generation  # which imports Triton
+
+    return generation.few_tokens("latents", args, kwargs)
+
+
+def music(pipe: Any) -> str | None:
+    dances = hasattr(pipe.dit, "music_injector") or hasattr(pipe.dit, "music_encoder")
+    return "WanToDance writes the music into its DiT in each forward" if dances else None
+
+
 FAMILY = Family(
     name="Wan",
     modules="diffsynth.models.wan_",
@@ -71,6 +97,15 @@ FAMILY = Family(
     in_graphs={"diffsynth.models.wan_video_dit:rope_apply": real_rotary},
     chunked=("self_attn.norm_q", "self_attn.norm_k", "cross_attn.norm_q", "cross_attn.norm_k", "ffn"),
     sees_all_tokens=("animate_adapter", "vap", "dit.music_injector"),
+    denoising=Denoising(
+        pipeline="diffsynth.pipelines.wan_video:WanVideoPipeline",
+        function="diffsynth.pipelines.wan_video:model_fn_wan_video",
+        same="latents",
+        empty=empty_result,
+        few=few_tokens,
+        blocks=blocks_of,
+        refusal=music,
+    ),
     refused_classes={
         "LongCatVideoTransformer3DModel": "LongCat-Video keeps caches of its own on one device, outside Wan's blocks",
         "WanAnimate2Transformer": "WanAnimate2 writes key and value caches inside its blocks, all on one device",

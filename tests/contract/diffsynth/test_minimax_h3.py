@@ -9,9 +9,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -35,15 +36,18 @@ from diffsynth.pipelines import minimax_h3_audio_video
 from tests.contract.diffsynth import minimax_h3 as h3
 from tests.contract.diffsynth.stages import stage_devices
 from tests.contract.diffsynth.training import FEATURE, Logger, Samples
+from tests.unit.workers.forked import forked_in_module  # noqa: F401, a fixture
 from wanshim import settings
 from wanshim.adapters.diffsynth import checkpoint_offload, compiled_blocks, kept_attention
 from wanshim.adapters.diffsynth.compiled_blocks import compile_blocks
+from wanshim.adapters.diffsynth.generate import bind
 from wanshim.adapters.diffsynth.resuming.run import ended
 from wanshim.adapters.diffsynth.splitting import facts as run_facts
 from wanshim.adapters.diffsynth.splitting.job import read_job
 from wanshim.adapters.diffsynth.splitting.micro_batch import micro_batch
 from wanshim.adapters.diffsynth.splitting.minimax_h3 import FAMILY
 from wanshim.adapters.diffsynth.training_road import Row, TrainingCall
+from wanshim.core.generation import Request, SharedPipeline
 from wanshim.core.model_split import split_of
 from wanshim.core.sequence import sequence_of
 from wanshim.core.strategy import Limits, decide
@@ -382,18 +386,104 @@ def test_pipeline_is_split_when_it_is_loaded(tmp_path: Path, monkeypatch: pytest
     assert wanshim.report(strict=True).row(FEATURE).state == "exercised"
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_generation_over_gpus_is_refused_before_anything_is_loaded(
-    strict: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture(scope="module")
+def shared(forked_in_module: None) -> Iterator[SharedPipeline]:  # noqa: F811
+    made = SharedPipeline(Request(gpus=2))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("changed", "way"),
+    [
+        ({}, (1, 2)),
+        pytest.param({"num_frames": 39}, (1, 2), marks=SWEEPS),
+        pytest.param({"cfg_scale": 2.0}, (2, 1), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_generation_over_two_processes_is_that_of_one(
+    changed: dict[str, Any], way: tuple[int, int], shared: SharedPipeline
 ) -> None:
+    pipe = h3.generating_pipe()
+    expected = h3.generate(pipe, **changed)
+    before = shared.shared_forwards
+    found = shared.run(partial(bind, pipe, **h3.arguments(**changed)), partial(h3.generate, pipe, **changed))
+    assert shared.plan is not None
+    assert (shared.plan.guidance, shared.plan.sequence) == way
+    assert shared.shared_forwards - before == 3
+    apart = [(ours - theirs).abs().max().item() for ours, theirs in zip(found, expected, strict=True)]
+    assert max(apart) <= (0 if way == (2, 1) else 1e-5)
+    assert all(map(torch.equal, expected, h3.generate(pipe, **changed)))  # nothing is left in the models
+
+
+def test_few_tokens_of_generation_are_a_packed_sequence() -> None:
+    """By which a worker's copy is compared: text, audio and video, each where it was."""
+    pipe, seen = h3.generating_pipe(), []
+
+    def model_fn(**kwargs: Any) -> Any:
+        _, few = FAMILY.denoising.few((), kwargs)
+        seen.append((few["packed"], minimax_h3_audio_video.model_fn_minimax_h3(**few)))
+        return minimax_h3_audio_video.model_fn_minimax_h3(**kwargs)
+
+    pipe.model_fn = model_fn
+    h3.generate(pipe, num_inference_steps=1)
+    ((packed, (video, audio)),) = seen
+    assert packed["token_tags"].tolist() == [1, 2, 2, 0]
+    assert (packed["seq_len"], video.shape, audio.shape) == (4, (1, 24, 1, 2, 2), (2, 32, 1))
+    assert bool(video.isfinite().all() and audio.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("control net", "controlnet works between the blocks on all tokens"),
+        ("vdn", "VDN: its blocks attend by kernels"),
+    ],
+)
+def test_generation_of_what_needs_all_tokens_stays_on_one_gpu_by_name(
+    kind: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = {"controlnet": h3.control_net(torch.float32)} if kind == "control net" else {}
+    pipe = h3.generating_pipe(**parts)
+    expected = h3.generate(pipe)
+    monkeypatch.setattr(pipe.dit, "vdn_enabled", kind == "vdn", raising=False)
     monkeypatch.setenv("WANSHIM_GENERATE", "2")
-    monkeypatch.setenv("WANSHIM_STRICT", str(int(strict)))
     wanshim.activate("none,diffsynth.generate")
-    missing = [ModelConfig(path="no such file")]
-    with pytest.raises(FeatureUnavailable if strict else Exception) as caught:
-        minimax_h3_audio_video.MiniMaxH3Pipeline.from_pretrained(model_configs=missing, processor_config=None)
-    row = wanshim.report(strict=False).row("diffsynth.generate")
-    assert "its tokens are not shared over GPUs" in (str(caught.value) if strict else str(row.fallbacks))
+    if kind == "control net":
+        assert all(map(torch.equal, expected, h3.generate(pipe)))
+        assert reason in str(wanshim.report(strict=False).row("diffsynth.generate").fallbacks)
+        wanshim.deactivate()
+    monkeypatch.setenv("WANSHIM_STRICT", "1")
+    wanshim.activate("none,diffsynth.generate")
+    if kind == "vdn":
+        with pytest.raises(FeatureUnavailable, match=f"MiniMaxH3Pipeline would run on one GPU: {reason}"):
+            h3.generate(pipe)
+
+
+GENERATES = """
+    import sys, torch
+    from tests.contract.diffsynth import minimax_h3
+
+    torch.set_num_threads(1)
+    torch.save(minimax_h3.generate(minimax_h3.generating_pipe()), sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+def test_generation_of_an_unmodified_script_is_that_of_one_process_by_one_command(tmp_path: Path) -> None:
+    script = tmp_path / "generate.py"
+    script.write_text(dedent(GENERATES))
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("WANSHIM_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "wanshim", "generate", "--gpus", "2", "--", str(script), str(tmp_path / "latents")],
+        cwd=Path(__file__).parents[3], env={**clean, "ACCELERATE_USE_CPU": "true"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "diffsynth.generate: MiniMaxH3Pipeline on cpu, cpu: tokens over 2" in done.stderr
+    found = torch.load(tmp_path / "latents", weights_only=True)
+    for ours, theirs in zip(found, h3.generate(h3.generating_pipe()), strict=True):
+        assert (ours - theirs).abs().max() <= 1e-5
 
 
 def test_more_ranks_than_heads_are_refused_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -494,7 +584,7 @@ def test_user_s_script_trains_streamed_on_what_it_has_cached(tmp_path: Path, che
     ("processes", "variables"),
     [
         (2, {}),
-        *(pytest.param(*case, marks=pytest.mark.sweep) for case in ((2, {"COMPILE": "1"}), (3, {"OFFLOAD": "on"}))),
+        *(pytest.param(*case, marks=pytest.mark.sweep) for case in ((2, {"COMPILE": "1"}), (3, {"KEEP": "off"}))),
     ],
     ids=str,
 )
