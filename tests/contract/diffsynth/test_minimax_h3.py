@@ -34,6 +34,7 @@ from diffsynth.models.minimax_h3_dit_comfy import MiniMaxH3DiTComfy, MiniMaxH3Di
 from diffsynth.pipelines import minimax_h3_audio_video
 
 from tests.contract.diffsynth import minimax_h3 as h3
+from tests.contract.diffsynth import vram_management
 from tests.contract.diffsynth.stages import stage_devices
 from tests.contract.diffsynth.training import FEATURE, Logger, Samples
 from tests.unit.workers.forked import forked_in_module  # noqa: F401, a fixture
@@ -415,6 +416,20 @@ def test_generation_over_two_processes_is_that_of_one(
     apart = [(ours - theirs).abs().max().item() for ours, theirs in zip(found, expected, strict=True)]
     assert max(apart) <= (0 if way == (2, 1) else 1e-5)
     assert all(map(torch.equal, expected, h3.generate(pipe, **changed)))  # nothing is left in the models
+
+
+@pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_generation_under_vram_management_is_streamed(
+    gpus: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    expected = h3.generate(h3.generating_pipe())
+    pipe = vram_management.manage(h3.generating_pipe(), "host", tmp_path)
+    handle = wanshim.parallelize_pipeline(pipe, gpus=gpus)
+    request.addfinalizer(handle.remove)
+    for ours, theirs in zip(h3.generate(pipe), expected, strict=True):
+        assert (ours - theirs).abs().max() <= (0 if gpus == 1 else 1e-5)
+    assert handle.plan.replaces_offload
+    assert handle.plan.sequence == gpus
 
 
 def test_few_tokens_of_generation_are_a_packed_sequence() -> None:
