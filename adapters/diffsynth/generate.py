@@ -233,7 +233,7 @@ FEATURE = Feature(
         f"{H3_DIT}:MiniMaxH3DiT.forward",
         f"{H3_DIT}:MiniMaxH3DiTBlock.forward",
         f"{H3_DIT}:MiniMaxH3Attention.forward",
-        f"{H3_DIT}:_sdpa_varlen_attention",  # the same, between them
+        f"{H3_DIT}:_sdpa_varlen_attention",  # where they do so in MiniMax-H3's blocks
         f"{H3_DIT}_comfy:_comfy_attention_forward",
     ),
     seams=(

@@ -97,7 +97,7 @@ FEATURE = Feature(
         "diffsynth.models.minimax_h3_dit:MiniMaxH3DiT.forward",
         "diffsynth.models.minimax_h3_dit:MiniMaxH3DiTBlock.forward",
         "diffsynth.models.minimax_h3_dit:MiniMaxH3Attention.forward",
-        "diffsynth.models.minimax_h3_dit:_sdpa_varlen_attention",  # the same, between them
+        "diffsynth.models.minimax_h3_dit:_sdpa_varlen_attention",  # where it does so in MiniMax-H3's blocks
         "diffsynth.models.minimax_h3_dit_comfy:_comfy_attention_forward",
         "diffsynth.pipelines.minimax_h3_audio_video:model_fn_minimax_h3",
         "diffsynth.diffusion.base_pipeline:BasePipeline.to",

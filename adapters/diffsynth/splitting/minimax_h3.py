@@ -129,7 +129,8 @@ def few_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]
         "cu_seqlens": torch.tensor([0, used, used], dtype=packed["cu_seqlens"].dtype),
     }
     few = {name: value.to(packed[name].device) for name, value in few.items()}
-    conditions = [name for name in kwargs if name.startswith(("ref_", "keyframe_", "denoise_mask_", "input_latents_"))]
+    of_conditions = ("ref_", "keyframe_", "denoise_mask_", "input_latents_", "control_rows")
+    conditions = [name for name in kwargs if name.startswith(of_conditions)]
     return args, {
         **kwargs,
         **dict.fromkeys(conditions),

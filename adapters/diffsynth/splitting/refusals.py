@@ -49,7 +49,7 @@ def refusal(pipe: Any) -> str | None:
 
 def refused_part(pipe: Any) -> str | None:
     """Why a part of this pipeline keeps its DiT from being split, or None."""
-    family = family_of(pipe.dit)
+    family = family_of(getattr(pipe.dit, "_orig_mod", pipe.dit))  # of torch.compile
     parts = family.refused_parts if family is not None else {}
     return next((reason for path, reason in parts.items() if part_of(pipe, path)), None)
 

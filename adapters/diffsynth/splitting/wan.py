@@ -74,7 +74,7 @@ def few_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]
     return generation.few_tokens("latents", args, kwargs)
 
 
-def music(pipe: Any) -> str | None:
+def music_refusal(pipe: Any) -> str | None:
     dances = hasattr(pipe.dit, "music_injector") or hasattr(pipe.dit, "music_encoder")
     return "WanToDance writes the music into its DiT in each forward" if dances else None
 
@@ -104,7 +104,7 @@ FAMILY = Family(
         empty=empty_result,
         few=few_tokens,
         blocks=blocks_of,
-        refusal=music,
+        refusal=music_refusal,
     ),
     refused_classes={
         "LongCatVideoTransformer3DModel": "LongCat-Video keeps caches of its own on one device, outside Wan's blocks",
