@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from wanshim.core.compile import CompiledBlocks
     from wanshim.core.strategy import Request, TrainingPlan
 
-EXCHANGED = "self_attn.attn"  # what sequence parallel exchanges tokens around
-
 
 def refusal(call: TrainingCall, read: settings.Settings) -> str | None:
     """Why the blocks of this training job cannot be compiled, by name, or None."""
@@ -79,7 +77,7 @@ def compile_blocks(pipe: Any, undo: Undo, row: Row, plan: TrainingPlan | None = 
     compiled = CompiledBlocks(
         dit_blocks(pipe.dit),
         undo,
-        outside=EXCHANGED if exchanged else None,
+        outside=family.exchanged if exchanged else None,
         by_value=family.by_value,
         on_fallback=None if strict else left,
     )

@@ -1,4 +1,4 @@
-"""`diffsynth.generate`: the denoising of one process's Wan pipeline over several GPUs.
+"""`diffsynth.generate`: the denoising of one process's Wan or MiniMax-H3 pipeline over several GPUs.
 
 The script stays as it is for one GPU. Each other GPU has a worker, a process that starts while the script loads its
 models and, from the first call of the pipeline on, holds a copy of the DiT, or of both of a Wan2.2 pair, and of the
@@ -16,21 +16,22 @@ import inspect
 import itertools
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from wanshim.adapters.diffsynth.training_road import FAMILIES
 from wanshim.patching import Feature, Kind, Seam, SeamState
 from wanshim.patching.pipeline_call import replace_call, say_not_served, start_ahead, watch_forward
 
 if TYPE_CHECKING:
-    import torch
-
+    from wanshim.adapters.diffsynth.splitting.family import Denoising, Family
     from wanshim.core.generation import PipelineBinding
-    from wanshim.core.sequence import BlockList
 
 PIPELINE = "diffsynth.pipelines.wan_video:WanVideoPipeline"
-DIT = "diffsynth.models.wan_video_dit"
+H3_PIPELINE = "diffsynth.pipelines.minimax_h3_audio_video:MiniMaxH3Pipeline"
+SERVED = {PIPELINE, H3_PIPELINE}
+DIT, H3_DIT = "diffsynth.models.wan_video_dit", "diffsynth.models.minimax_h3_dit"
 PROGRESS = "progress_bar_cmd"
 OF_A_CALL = {"sliding_window_size": "sliding_window_size: windows of frames overlap in one forward"}
 _NUMBERS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of a script's TeaCaches, of which a call has two
@@ -44,12 +45,11 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
     Raises:
         NotShared: it must run on one GPU.
     """
-    from diffsynth.pipelines import wan_video
-
     from wanshim.adapters.diffsynth import vram
-    from wanshim.core.generation import Forward, NotShared, PipelineBinding, few_tokens
+    from wanshim.core.generation import Forward, NotShared, PipelineBinding
     from wanshim.core.shared.plain import is_compiled
 
+    family, denoising = _served(pipe)
     signature = inspect.signature(type(pipe).__call__)
     given = signature.bind_partial(pipe, *args, **kwargs)
     given.apply_defaults()
@@ -59,19 +59,20 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
     with contextlib.ExitStack() as plain:
         for part in parts.values():
             plain.enter_context(vram.without_management(part))
-        no_sequence, heads = _tokens(pipe)
+        no_sequence, heads = _tokens(pipe, family)
     compiled = any(map(is_compiled, parts.values()))
     if compiled:
         no_sequence = "its DiT is compiled as one device computes it"
     elif device is not None and offload is None:
         no_sequence = no_sequence or "its DiT is under VRAM management that keeps it on the GPU"
-    merged = given.arguments["cfg_merge"]
-    cached = given.arguments["tea_cache_l1_thresh"] is not None
+    merged = given.arguments.get("cfg_merge", False)
+    cached = given.arguments.get("tea_cache_l1_thresh") is not None
     # a generator, whose lines run between steps
     may_change = given.arguments[PROGRESS] is not signature.parameters[PROGRESS].default
     if cached and may_change:
         raise NotShared("code between steps may change what TeaCache has kept")
     guided = given.arguments["cfg_scale"] != 1.0 and not merged
+    vae = getattr(pipe, "vae", None)
     return PipelineBinding(
         name=type(pipe).__name__,
         forwards=(
@@ -79,13 +80,13 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
                 owner=pipe,
                 attribute="model_fn",
                 # by these names a worker finds it
-                function=with_kept_cache if cached else wan_video.model_fn_wan_video,
+                function=with_kept_cache if cached else _own(denoising.function),
                 modules=parts,
-                empty=_empty,
-                same="latents",
-                blocks=blocks_of,
+                empty=denoising.empty,
+                same=denoising.same,
+                blocks=denoising.blocks,
                 reads=frozenset(inspect.signature(pipe.model_fn).parameters),
-                few=None if cached else partial(few_tokens, "latents"),
+                few=None if cached else denoising.few,
                 is_compiled=compiled,
                 sent=numbered if cached else None,
             ),
@@ -96,11 +97,11 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
         heads=heads,
         may_change=may_change,
         check=partial(_check, pipe, parts, given.arguments),
-        vae=None if vram.is_managed(pipe.vae) else pipe.vae,
+        vae=None if vram.is_managed(vae) else vae,
         device=device,
         offload=offload,
         without_hooks=vram.without_management,
-        decodes=not given.arguments.get("tiled", False),
+        decodes=vae is not None and not given.arguments.get("tiled", False),
     )
 
 
@@ -119,81 +120,116 @@ def with_kept_cache(number: int, *args: Any, tea_cache: Any, **kwargs: Any) -> A
     return wan_video.model_fn_wan_video(*args, tea_cache=_KEPT[number], **kwargs)
 
 
-def blocks_of(_: Any, *, dit: Any, vace: Any = None, **__: Any) -> list[BlockList]:
-    """The blocks through which the tokens of one `model_fn_wan_video` go."""
-    from wanshim.adapters.diffsynth.splitting import sequence
-
-    return sequence.block_lists(SimpleNamespace(dit=dit, vace=vace))
-
-
 def _parts(pipe: Any) -> dict[str, Any]:
     """The models that a forward uses, by the pipeline's name for them."""
-    names = dict.fromkeys((*pipe.in_iteration_models, *pipe.in_iteration_models_2))
+    names = dict.fromkeys((*pipe.in_iteration_models, *getattr(pipe, "in_iteration_models_2", ())))
     return {name: part for name in names if (part := getattr(pipe, name, None)) is not None}
 
 
-def _tokens(pipe: Any) -> tuple[str, int]:
+def _own(function: str) -> Any:
+    """A function of DiffSynth: as watched, or as it was when the pipeline was made."""
+    module, _, name = function.partition(":")
+    return getattr(import_module(module), name)
+
+
+def _served(pipe: Any) -> tuple[Family, Denoising]:
+    """The family of a pipeline and its loop.
+
+    Raises:
+        NotShared: it is none that is known.
+    """
+    from wanshim.adapters.diffsynth.splitting.refusals import FAMILIES
+    from wanshim.core.generation import NotShared
+
+    classes = {f"{cls.__module__}:{cls.__qualname__}" for cls in type(pipe).__mro__}
+    for family in FAMILIES:
+        if family.denoising is not None and family.denoising.pipeline in classes:
+            return family, family.denoising
+    raise NotShared(f"{type(pipe).__name__} is no pipeline that is known")
+
+
+def _tokens(pipe: Any, family: Family) -> tuple[str, int]:
     """Why the tokens of a forward cannot go over GPUs, or empty; and its attention heads."""
-    from wanshim.adapters.diffsynth.splitting import refusals, sequence, wan
+    from wanshim.adapters.diffsynth.splitting import refusals
     from wanshim.core.sequence import check_shardable
     from wanshim.errors import ModelInvalid
 
-    second = wan.FAMILY.second_of(pipe)
+    assert family.block_lists is not None  # or nothing were shared
+    second = family.second_of(pipe)
     heads = []
     for expert in (pipe, second) if second else (pipe,):
-        reason = refusals.why_not_sharded(expert, wan.FAMILY) or refusals.why_not_sharded(pipe, wan.FAMILY)
+        reason = refusals.why_not_sharded(expert, family) or refusals.why_not_sharded(pipe, family)
         if reason:
             return reason, 0
         try:
-            heads.append(check_shardable(sequence.block_lists(expert)))
+            heads.append(check_shardable(family.block_lists(expert)))
         except ModelInvalid as error:
             return str(error), 0
     return "", min(heads)
 
 
-def _empty(*, latents: torch.Tensor, context: torch.Tensor, **_: Any) -> torch.Tensor:
-    """An empty result of `model_fn_wan_video`: (b, channels, frames, height, width), for each prompt."""
-    return latents.new_empty((context.size(0), *latents.shape[1:]))
-
-
 def _check(pipe: Any, parts: dict[str, Any], given: dict[str, Any]) -> None:
-    from diffsynth.pipelines import wan_video
-
     from wanshim.adapters.diffsynth import vram
-    from wanshim.adapters.diffsynth.splitting import refusals, wan
+    from wanshim.adapters.diffsynth.splitting import refusals
     from wanshim.adapters.diffsynth.splitting.family import class_of
     from wanshim.core.generation import NotShared
 
-    if not isinstance(pipe, wan_video.WanVideoPipeline):
-        raise NotShared(f"{type(pipe).__name__} is no WanVideoPipeline")
-    own = wan_video.model_fn_wan_video  # as watched, or as it was when the pipeline was made
+    family, denoising = _served(pipe)
+    own = _own(denoising.function)
     if pipe.model_fn not in (own, getattr(own, "__wrapped__", own)):
-        raise NotShared("its model_fn is not DiffSynth's model_fn_wan_video")
+        raise NotShared(f"its model_fn is not DiffSynth's {own.__name__}")
     reason = refusals.why_sharded_by_diffsynth(pipe)
     if reason:
         raise NotShared(reason)
     for name, reason in OF_A_CALL.items():
-        if given[name] is not None:
+        if given.get(name) is not None:
             raise NotShared(reason)
     if "dit" not in parts:
         raise NotShared("it has no dit")
     for name, part in parts.items():
         part = getattr(part, "_orig_mod", part)  # of torch.compile
         cls = type(part).__name__
-        if name in ("dit", "dit2") and class_of(part) not in wan.FAMILY.split_classes:
-            raise NotShared(f"{name} is a {cls}: {wan.FAMILY.refused_classes.get(cls, 'not a Wan DiT that is known')}")
+        if name in ("dit", "dit2") and class_of(part) not in family.split_classes:
+            reason = family.refused_classes.get(cls, f"not a {family.name} DiT that is known")
+            raise NotShared(f"{name} is a {cls}: {reason}")
         if reason := vram.why_not_carried(part):
             raise NotShared(f"{name} {reason}")
-    if hasattr(pipe.dit, "music_injector") or hasattr(pipe.dit, "music_encoder"):
-        raise NotShared("WanToDance writes the music into its DiT in each forward")
+    if reason := refusals.refused_part(pipe) or denoising.refusal(pipe):
+        raise NotShared(reason)
+
+
+def _seam(pipeline: str, *, required: bool) -> Seam:
+    return Seam(
+        f"{pipeline}.__call__",
+        replace_call(bind),
+        kind=Kind.WRAPT,
+        required=required,
+        why="one process denoises on one GPU, and a step's two forwards run one after the other",
+        upstream="https://github.com/modelscope/DiffSynth-Studio (use_usp needs torchrun and a changed script)",
+        remove_when="DiffSynth runs an unchanged script's guidance on two GPUs",
+    )
+
+
+def _watch(function: str, *, required: bool) -> Seam:
+    return Seam(
+        function,
+        watch_forward(lambda dit, *_, **__: dit),
+        in_graph=True,
+        required=required,
+        stacks=True,
+        why="a loop of the program's own, and a pipeline that is not served, denoise on one GPU without a word",
+        upstream="https://github.com/modelscope/DiffSynth-Studio (use_usp needs torchrun and a changed script)",
+        remove_when="every loop around such a DiT is served",
+    )
 
 
 def _served_or_said(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     """What every pipeline loads its models by."""
 
     def download_and_load_models(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if all(f"{cls.__module__}:{cls.__qualname__}" != PIPELINE for cls in type(self).__mro__):
-            say_not_served(seam, type(self).__name__, "of DiffSynth's pipelines WanVideoPipeline alone is served")
+        if SERVED.isdisjoint(f"{cls.__module__}:{cls.__qualname__}" for cls in type(self).__mro__):
+            names = " and ".join(sorted(served.split(":")[1] for served in SERVED))
+            say_not_served(seam, type(self).__name__, f"of DiffSynth's pipelines {names} are served")
         return original(self, *args, **kwargs)
 
     return download_and_load_models
@@ -201,33 +237,26 @@ def _served_or_said(original: Callable[..., Any], seam: SeamState) -> Callable[.
 
 FEATURE = Feature(
     name="diffsynth.generate",
-    summary="a Wan pipeline's denoising over several GPUs, the script unchanged",
+    summary="the denoising of a Wan or MiniMax-H3 pipeline over several GPUs, the script unchanged",
     switched_on_by="generate",
+    families=FAMILIES,
     relies_on=(
         "diffsynth.pipelines.wan_video:model_fn_wans2v",
         f"{DIT}:DiTBlock.forward",
         f"{DIT}:SelfAttention.forward",  # where processes exchange tokens for heads
         f"{DIT}:AttentionModule.forward",
         "diffsynth.models.wan_video_vace:VaceWanModel.forward",
+        f"{H3_DIT}:MiniMaxH3DiT.forward",
+        f"{H3_DIT}:MiniMaxH3DiTBlock.forward",
+        f"{H3_DIT}:MiniMaxH3Attention.forward",
+        f"{H3_DIT}:_sdpa_varlen_attention",  # where they do so in MiniMax-H3's blocks
+        f"{H3_DIT}_comfy:_comfy_attention_forward",
     ),
     seams=(
-        Seam(
-            f"{PIPELINE}.__call__",
-            replace_call(bind),
-            kind=Kind.WRAPT,
-            why="one process denoises on one GPU, and a step's two forwards run one after the other",
-            upstream="https://github.com/modelscope/DiffSynth-Studio (use_usp needs torchrun and a changed script)",
-            remove_when="DiffSynth runs an unchanged script's guidance on two GPUs",
-        ),
-        Seam(
-            "diffsynth.pipelines.wan_video:model_fn_wan_video",
-            watch_forward(lambda dit, *_, **__: dit),
-            in_graph=True,
-            stacks=True,
-            why="a loop of the program's own, and a pipeline that is not served, denoise on one GPU without a word",
-            upstream="https://github.com/modelscope/DiffSynth-Studio (use_usp needs torchrun and a changed script)",
-            remove_when="every loop around a Wan DiT is served",
-        ),
+        _seam(PIPELINE, required=True),
+        _seam(H3_PIPELINE, required=False),
+        _watch("diffsynth.pipelines.wan_video:model_fn_wan_video", required=True),
+        _watch("diffsynth.pipelines.minimax_h3_audio_video:model_fn_minimax_h3", required=False),
         Seam(
             "diffsynth.diffusion.base_pipeline:BasePipeline.download_and_load_models",
             _served_or_said,

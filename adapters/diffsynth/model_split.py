@@ -99,6 +99,9 @@ FEATURE = Feature(
         "diffsynth.models.flux2_dit:Flux2DiT.forward",
         "diffsynth.models.minimax_h3_dit:MiniMaxH3DiT.forward",
         "diffsynth.models.minimax_h3_dit:MiniMaxH3DiTBlock.forward",
+        "diffsynth.models.minimax_h3_dit:MiniMaxH3Attention.forward",
+        "diffsynth.models.minimax_h3_dit:_sdpa_varlen_attention",  # where it does so in MiniMax-H3's blocks
+        "diffsynth.models.minimax_h3_dit_comfy:_comfy_attention_forward",
         "diffsynth.pipelines.minimax_h3_audio_video:model_fn_minimax_h3",
         "diffsynth.diffusion.base_pipeline:BasePipeline.to",
         "diffsynth.diffusion.training_module:DiffusionTrainingModule.to",

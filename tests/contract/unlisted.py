@@ -46,6 +46,7 @@ REFUSED_WITHOUT_ITS_ROW: dict[str, tuple[str, ...]] = {
 }
 # Code that stands in no other row but for that of some families of models: these alone are left out.
 LEFT_OUT_WITHOUT_ITS_ROW: dict[str, dict[str, tuple[str, ...]]] = {
+    "diffsynth.generate": dict.fromkeys(("2.1.0", "2.1.1", "2.1.2"), ("MiniMax-H3",)),
     "diffsynth.model_split": {
         **dict.fromkeys(("2.0.2", "2.0.5", "2.0.6"), ("Wan",)),
         **dict.fromkeys(("2.0.10", "2.0.11"), ("FLUX.2",)),

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from wanshim.core.model_split import Companion, SplitHandle, split_model
+from wanshim.core.sequence import BlockList
 from wanshim.core.strategy import Video
 
 BlockInputs = Callable[[Any, int], "tuple[tuple[Any, ...], Mapping[str, Any]]"]
@@ -58,6 +59,26 @@ class Hints:
 
 
 @dataclass(frozen=True)
+class Denoising:
+    """The loop of a pipeline of the family, whose forwards several GPUs can share.
+
+    Args:
+        pipeline: the class, by module and name.
+        function: the function that its loop calls as `model_fn`, by module and name.
+        same, empty, few, blocks: as in `wanshim.core.generation.Forward`; functions of a module file.
+        refusal: of a pipeline: what it computes that no worker would, or None.
+    """
+
+    pipeline: str
+    function: str
+    same: str
+    empty: Callable[..., Any]
+    few: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]
+    blocks: Callable[..., list[BlockList]]
+    refusal: Callable[[Any], str | None] = lambda pipe: None
+
+
+@dataclass(frozen=True)
 class Family:
     """The placement table of one family of DiTs.
 
@@ -85,8 +106,14 @@ class Family:
         second: the parts of a second expert of a pair, each with the part of the first that it stands for.
         text_encoders: by attribute of the pipeline, module and class.
         sharded_classes: the DiTs whose tokens can be sharded over processes, by module and class.
-        why_not_sharded: the reason, behind the statement that they are not; empty: nobody has proven it.
-        sees_all_tokens: what of the pipeline, where it is there, works on whole frames between the blocks.
+        block_lists: of a pipeline with such a DiT, and of whether its blocks are compiled: the lists of blocks through
+            which sharded tokens go.
+        exchanged: what these blocks exchange tokens around where they are compiled: the path in a block to a module, or
+            a function by module and name.
+        num_heads: the number of attention heads: path in a block.
+        num_heads_argument: the same, as the DiT's class takes it.
+        sees_all_tokens: what of the pipeline, where it is there, works on all tokens between the blocks.
+        denoising: the loop of its pipeline; None: one GPU runs it.
         pipeline_refusal: why its micro-batches cannot overlap, or None.
         side_models: frozen models that share the first device with the first stage, by attribute of the pipeline, each
             with the methods that the pipeline calls.
@@ -112,8 +139,12 @@ class Family:
     second: Mapping[str, str] = field(default_factory=dict)
     text_encoders: Mapping[str, str] = field(default_factory=dict)
     sharded_classes: tuple[str, ...] = ()
-    why_not_sharded: str = ""
+    block_lists: Callable[..., list[BlockList]] | None = None
+    exchanged: str = ""
+    num_heads: str = "num_heads"
+    num_heads_argument: str = "num_heads"
     sees_all_tokens: tuple[str, ...] = ()
+    denoising: Denoising | None = None
     pipeline_refusal: str | None = None
     side_models: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 

@@ -132,7 +132,7 @@ def _check_sharded(config: Mapping[str, Any], read: Settings) -> None:
     family = next((family for family in FAMILIES if model_class in family.split_classes), None)
     if family is None or read.plan_name != "sequence":
         return
-    heads = config.get("extra_kwargs", {}).get("num_heads")
+    heads = config.get("extra_kwargs", {}).get(family.num_heads_argument)
     if model_class not in family.sharded_classes:
         reason: str | None = not_sharded(model_class.rpartition(".")[2], family)
     else:

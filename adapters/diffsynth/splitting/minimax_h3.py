@@ -6,11 +6,18 @@ A sample is one sequence: text, audio and video, filled up to a multiple of 64. 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
-from wanshim.adapters.diffsynth.splitting.family import Family, Hints
+from wanshim.adapters.diffsynth.splitting.family import Denoising, Family, Hints
+from wanshim.core.sequence import BlockList
 from wanshim.core.strategy import Video
 
+if TYPE_CHECKING:
+    import torch
+
+MODULE = "diffsynth.models.minimax_h3_dit"
+ATTENTION = "_sdpa_varlen_attention"
 GROUP, FIRST = 5, 2  # latent frames of each group of `time_division_factor` frames of video, and those before
 LATENT_PIXELS = 16  # of a side, for one latent
 PATCH = 2
@@ -79,23 +86,92 @@ def attention_between_numbers(original: Any) -> Any:
     return attention
 
 
+def block_lists(pipe: Any, compiled: bool = False) -> list[BlockList]:
+    """The DiT's blocks, whose module has the function by which they attend: queries and keys are turned before it,
+    token by token. What the refiner of the text and the control net attend to stays whole."""
+    return [
+        BlockList(
+            blocks=list(pipe.dit.blocks),
+            exit=pipe.dit.final_layer,
+            function=f"{type(pipe.dit).__module__}:{ATTENTION}",
+            num_heads=("attn.num_heads",),
+            per_token={"x": {2: 0}, "combined_indices": {1: 0}, "rope_freqs": {2: 0}},
+            whole=(),
+        )
+    ]
+
+
+def blocks_of(_: Any, *, dit: Any, **__: Any) -> list[BlockList]:
+    """The blocks through which the tokens of one `model_fn_minimax_h3` go."""
+    return block_lists(SimpleNamespace(dit=dit))
+
+
+def empty_result(*, video_latents: torch.Tensor, audio_latents: torch.Tensor, **_: Any) -> tuple[torch.Tensor, ...]:
+    """An empty result of `model_fn_minimax_h3`."""
+    return video_latents.new_empty(video_latents.shape), audio_latents.new_empty(audio_latents.shape)
+
+
+def few_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Arguments of `model_fn_minimax_h3` with one token of text, one of each channel of audio and one of video, without
+    conditions."""
+    import torch
+
+    packed, video, audio = kwargs["packed"], kwargs["video_latents"], kwargs["audio_latents"]
+    rows = [*packed["text_pos"][:1], *packed["audio_pos"][: audio.shape[0]], packed["img_pos"][-1]]
+    places = torch.stack(rows).to(packed["img_pos"].device)
+    used = len(rows)
+    few = {
+        "text_pos": torch.arange(1),
+        "audio_pos": torch.arange(1, used - 1),
+        "img_pos": torch.arange(used - 1, used),
+        "img_position_ids": packed["img_position_ids"][:, places],
+        "token_tags": packed["token_tags"][places],
+        "cu_seqlens": torch.tensor([0, used, used], dtype=packed["cu_seqlens"].dtype),
+    }
+    few = {name: value.to(packed[name].device) for name, value in few.items()}
+    of_conditions = ("ref_", "keyframe_", "denoise_mask_", "input_latents_", "control_rows")
+    conditions = [name for name in kwargs if name.startswith(of_conditions)]
+    return args, {
+        **kwargs,
+        **dict.fromkeys(conditions),
+        "packed": {**few, "seq_len": used},
+        "prompt_embeds": kwargs["prompt_embeds"][:1],
+        "video_latents": video[:, :, :1, :PATCH, :PATCH].contiguous(),
+        "audio_latents": audio[..., :1].contiguous(),
+    }
+
+
+CLASSES = (
+    f"{MODULE}.MiniMaxH3DiT",
+    f"{MODULE}_comfy.MiniMaxH3DiTComfy",
+    f"{MODULE}_comfy.MiniMaxH3DiTComfyPruned",
+)
 FAMILY = Family(
     name="MiniMax-H3",
-    modules="diffsynth.models.minimax_h3_dit",
+    modules=MODULE,
     blocks=("blocks",),
     exits=("final_layer",),
-    split_classes=(
-        "diffsynth.models.minimax_h3_dit.MiniMaxH3DiT",
-        "diffsynth.models.minimax_h3_dit_comfy.MiniMaxH3DiTComfy",
-        "diffsynth.models.minimax_h3_dit_comfy.MiniMaxH3DiTComfyPruned",
+    split_classes=CLASSES,
+    sharded_classes=CLASSES,
+    block_lists=block_lists,
+    exchanged=f"{MODULE}:{ATTENTION}",
+    num_heads="attn.num_heads",
+    num_heads_argument="num_attention_heads",
+    sees_all_tokens=("controlnet",),
+    denoising=Denoising(
+        pipeline="diffsynth.pipelines.minimax_h3_audio_video:MiniMaxH3Pipeline",
+        function="diffsynth.pipelines.minimax_h3_audio_video:model_fn_minimax_h3",
+        same="video_latents",
+        empty=empty_result,
+        few=few_tokens,
+        blocks=blocks_of,
     ),
     refused_parts={"dit.vdn_enabled": "VDN: its blocks attend by kernels of their own, over a layout that they keep"},
-    known_classes=("diffsynth.models.minimax_h3_dit.MiniMaxH3DiT",),
+    known_classes=CLASSES[:1],
     block_inputs=block_inputs,
-    in_graphs={"diffsynth.models.minimax_h3_dit:_sdpa_varlen_attention": attention_between_numbers},
+    in_graphs={f"{MODULE}:{ATTENTION}": attention_between_numbers},
     by_value=("cu_seqlens", "max_seqlen"),
     video=video_of,
-    why_not_sharded=", since they attend in pieces of one packed sequence of text, audio and video",
     text_encoders={"text_encoder": "diffsynth.models.minimax_h3_text_encoder.MiniMaxH3TextEncoder"},
     side_models={
         "text_encoder": ("forward",),

@@ -61,7 +61,7 @@ def refusal(pipe: Any) -> str | None:
 
 def refused_part(pipe: Any) -> str | None:
     """Why a part of this pipeline keeps its DiT from being split, or None."""
-    family = family_of(pipe.dit)
+    family = family_of(getattr(pipe.dit, "_orig_mod", pipe.dit))  # of torch.compile
     parts = family.refused_parts if family is not None else {}
     return next((reason for path, reason in parts.items() if part_of(pipe, path)), None)
 
@@ -169,7 +169,7 @@ def sequence_refusal(call: TrainingCall, read: Settings) -> str | None:
     return (
         why_not_sharded(pipe, family)
         or why_sharded_by_diffsynth(pipe)
-        or heads_refusal(pipe.dit.blocks[0].num_heads, read)
+        or heads_refusal(part_of(pipe.dit.blocks[0], family.num_heads), read)
     )
 
 
@@ -179,13 +179,13 @@ def why_not_sharded(pipe: Any, family: Family) -> str | None:
         return not_sharded(type(pipe.dit).__name__, family)
     for owner in family.sees_all_tokens:
         if part_of(pipe, owner) is not None:
-            return f"{owner} works between the blocks on all tokens of a frame"
+            return f"{owner} works between the blocks on all tokens"
     return None
 
 
 def not_sharded(dit_class: str, family: Family) -> str:
     """The reason why the tokens of DiTs of this class stay on one device."""
-    return f"{dit_class}: the tokens of {family.name}'s blocks are not sharded{family.why_not_sharded}"
+    return f"{dit_class}: the tokens of {family.name}'s blocks are not sharded"
 
 
 def why_sharded_by_diffsynth(pipe: Any) -> str | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from typing import Any
@@ -24,13 +23,12 @@ from wanshim.adapters.diffsynth.splitting.data_parallel import count_groups
 from wanshim.adapters.diffsynth.splitting.pipelined_loop import keep_out_of_ddp, save_whole
 from wanshim.adapters.diffsynth.training_road import Row, Run
 from wanshim.core.model_split.quantize import quantized_names
-from wanshim.core.sequence import BlockList, SequenceHandle, random_states, set_random_states, shard_sequence
+from wanshim.core.sequence import SequenceHandle, random_states, set_random_states, shard_sequence
 from wanshim.core.shared.digest import digest
 from wanshim.core.shared.tree import flatten
 from wanshim.patching.vae_method import shares_ranks
 
 SAVE_SECONDS = 3600.0  # for rank 0 to write a checkpoint while the others wait, as long as it is alive
-VACE_TOKENS = {"c": {3: 1}, "x": {3: 1}, "t_mod": {4: 1}, "freqs": {3: 0}}
 
 
 def apply(run: Run, row: Row) -> None:
@@ -43,11 +41,13 @@ def apply(run: Run, row: Row) -> None:
     groups = accelerator.num_processes // plan.ranks
     # DDP cannot flatten a quantised weight; every process stores the same ones, and they are frozen
     keep_out_of_ddp(call.model, quantized_names(call.model, trained=False), undo)
-    group = _group(plan.ranks, accelerator)
+    group, family = _group(plan.ranks, accelerator), refusals.family_of(call.dit)
+    assert family is not None  # or it had been refused
+    assert family.block_lists is not None
     handle = shard_sequence(
         call.dit,
         group,
-        blocks=block_lists(call.pipe, compiled=compiled_blocks.STEP.feature in plan.block_changes),
+        blocks=family.block_lists(call.pipe, compiled=compiled_blocks.STEP.feature in plan.block_changes),
         sum_gradients=groups == 1,
         check_finite=accelerator.scaler is None,
     )
@@ -76,18 +76,6 @@ def apply(run: Run, row: Row) -> None:
 def _group(ranks: int, accelerator: Any) -> Any:
     """This process's group of consecutive ranks; None for all ranks."""
     return None if ranks == accelerator.num_processes else dist.new_subgroups(ranks)[0]
-
-
-def block_lists(pipe: Any, *, compiled: bool = False) -> list[BlockList]:
-    """The DiT's blocks; those of VACE run first, on the same tokens. Compiled blocks exchange tokens
-    at attention itself, where they leave their graphs."""
-    own = BlockList(blocks=list(pipe.dit.blocks), exit=pipe.dit.head)
-    if compiled:
-        heads = f"{compiled_blocks.EXCHANGED}.num_heads"
-        own = replace(own, attention=compiled_blocks.EXCHANGED, projections=(), num_heads=(heads,), whole=())
-    if getattr(pipe, "vace", None) is None:
-        return [own]
-    return [BlockList(blocks=list(pipe.vace.vace_blocks), gather=False, tokens="c", per_token=VACE_TOKENS), own]
 
 
 def _checked(handle: SequenceHandle, original: Callable[[], Any]) -> Callable[[], Any]:

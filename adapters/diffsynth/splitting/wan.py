@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
-from wanshim.adapters.diffsynth.splitting.family import Companions, Family, Hints
+from wanshim.adapters.diffsynth.splitting.family import Companions, Denoising, Family, Hints
+from wanshim.core.sequence import BlockList
 
+if TYPE_CHECKING:
+    import torch
+
+ATTENTION = "self_attn.attn"
+VACE_TOKENS = {"c": {3: 1}, "x": {3: 1}, "t_mod": {4: 1}, "freqs": {3: 0}}
 TEXT_TOKENS, IMAGE_TOKENS = 512, 257  # what WanModel's prompt and CLIP image take of the context
 
 
@@ -38,6 +46,39 @@ def real_rotary(original: Any) -> Any:
     return rope_apply
 
 
+def block_lists(pipe: Any, compiled: bool = False) -> list[BlockList]:
+    """The DiT's blocks; those of VACE run first, on the same tokens. Compiled blocks exchange tokens
+    at attention itself, where they leave their graphs."""
+    own = BlockList(blocks=list(pipe.dit.blocks), exit=pipe.dit.head)
+    if compiled:
+        own = replace(own, attention=ATTENTION, projections=(), num_heads=(f"{ATTENTION}.num_heads",), whole=())
+    if getattr(pipe, "vace", None) is None:
+        return [own]
+    return [BlockList(blocks=list(pipe.vace.vace_blocks), gather=False, tokens="c", per_token=VACE_TOKENS), own]
+
+
+def blocks_of(_: Any, *, dit: Any, vace: Any = None, **__: Any) -> list[BlockList]:
+    """The blocks through which the tokens of one `model_fn_wan_video` go."""
+    return block_lists(SimpleNamespace(dit=dit, vace=vace))
+
+
+def empty_result(*, latents: torch.Tensor, context: torch.Tensor, **_: Any) -> torch.Tensor:
+    """An empty result of `model_fn_wan_video`: (b, channels, frames, height, width), for each prompt."""
+    return latents.new_empty((context.size(0), *latents.shape[1:]))
+
+
+def few_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Arguments of `model_fn_wan_video` with few tokens."""
+    from wanshim.core import generation  # which imports Triton
+
+    return generation.few_tokens("latents", args, kwargs)
+
+
+def music_refusal(pipe: Any) -> str | None:
+    dances = hasattr(pipe.dit, "music_injector") or hasattr(pipe.dit, "music_encoder")
+    return "WanToDance writes the music into its DiT in each forward" if dances else None
+
+
 FAMILY = Family(
     name="Wan",
     modules="diffsynth.models.wan_",
@@ -48,12 +89,23 @@ FAMILY = Family(
         "diffsynth.models.wan_video_dit_s2v.WanS2VModel",
     ),
     sharded_classes=("diffsynth.models.wan_video_dit.WanModel",),
+    block_lists=block_lists,
+    exchanged=ATTENTION,
     known_classes=("diffsynth.models.wan_video_dit.WanModel",),
     attention="diffsynth.models.wan_video_dit:flash_attention",
     block_inputs=block_inputs,
     in_graphs={"diffsynth.models.wan_video_dit:rope_apply": real_rotary},
     chunked=("self_attn.norm_q", "self_attn.norm_k", "cross_attn.norm_q", "cross_attn.norm_k", "ffn"),
     sees_all_tokens=("animate_adapter", "vap", "dit.music_injector"),
+    denoising=Denoising(
+        pipeline="diffsynth.pipelines.wan_video:WanVideoPipeline",
+        function="diffsynth.pipelines.wan_video:model_fn_wan_video",
+        same="latents",
+        empty=empty_result,
+        few=few_tokens,
+        blocks=blocks_of,
+        refusal=music_refusal,
+    ),
     refused_classes={
         "LongCatVideoTransformer3DModel": "LongCat-Video keeps caches of its own on one device, outside Wan's blocks",
         "WanAnimate2Transformer": "WanAnimate2 writes key and value caches inside its blocks, all on one device",

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -32,18 +34,23 @@ from diffsynth.models.minimax_h3_dit_comfy import MiniMaxH3DiTComfy, MiniMaxH3Di
 from diffsynth.pipelines import minimax_h3_audio_video
 
 from tests.contract.diffsynth import minimax_h3 as h3
+from tests.contract.diffsynth import vram_management
 from tests.contract.diffsynth.stages import stage_devices
 from tests.contract.diffsynth.training import FEATURE, Logger, Samples
+from tests.unit.workers.forked import forked_in_module  # noqa: F401, a fixture
 from wanshim import settings
 from wanshim.adapters.diffsynth import checkpoint_offload, compiled_blocks, kept_attention
 from wanshim.adapters.diffsynth.compiled_blocks import compile_blocks
+from wanshim.adapters.diffsynth.generate import bind
 from wanshim.adapters.diffsynth.resuming.run import ended
 from wanshim.adapters.diffsynth.splitting import facts as run_facts
 from wanshim.adapters.diffsynth.splitting.job import read_job
 from wanshim.adapters.diffsynth.splitting.micro_batch import micro_batch
 from wanshim.adapters.diffsynth.splitting.minimax_h3 import FAMILY
 from wanshim.adapters.diffsynth.training_road import Row, TrainingCall
+from wanshim.core.generation import Request, SharedPipeline
 from wanshim.core.model_split import split_of
+from wanshim.core.sequence import sequence_of
 from wanshim.core.strategy import Limits, decide
 from wanshim.core.streaming import stream_model, stream_of
 from wanshim.errors import FeatureUnavailable, PlacementInvalid
@@ -234,7 +241,7 @@ def _tensors(files: dict[str, bytes]) -> dict[str, torch.Tensor]:
     return {
         f"{file} {name}": tensor.double().flatten()
         for file, content in files.items()
-        if file != "losses"
+        if file.endswith(".safetensors")
         for name, tensor in safetensors.torch.load(content).items()
     }
 
@@ -380,33 +387,148 @@ def test_pipeline_is_split_when_it_is_loaded(tmp_path: Path, monkeypatch: pytest
     assert wanshim.report(strict=True).row(FEATURE).state == "exercised"
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_generation_over_gpus_is_refused_before_anything_is_loaded(
-    strict: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture(scope="module")
+def shared(forked_in_module: None) -> Iterator[SharedPipeline]:  # noqa: F811
+    made = SharedPipeline(Request(gpus=2))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("changed", "way"),
+    [
+        ({}, (1, 2)),
+        pytest.param({"num_frames": 39}, (1, 2), marks=SWEEPS),
+        pytest.param({"cfg_scale": 2.0}, (2, 1), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_generation_over_two_processes_is_that_of_one(
+    changed: dict[str, Any], way: tuple[int, int], shared: SharedPipeline
 ) -> None:
+    pipe = h3.generating_pipe()
+    expected = h3.generate(pipe, **changed)
+    before = shared.shared_forwards
+    found = shared.run(partial(bind, pipe, **h3.arguments(**changed)), partial(h3.generate, pipe, **changed))
+    assert shared.plan is not None
+    assert (shared.plan.guidance, shared.plan.sequence) == way
+    assert shared.shared_forwards - before == 3
+    apart = [(ours - theirs).abs().max().item() for ours, theirs in zip(found, expected, strict=True)]
+    assert max(apart) <= (0 if way == (2, 1) else 1e-5)
+    assert all(map(torch.equal, expected, h3.generate(pipe, **changed)))  # nothing is left in the models
+
+
+@pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_generation_under_vram_management_is_streamed(
+    gpus: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    expected = h3.generate(h3.generating_pipe())
+    pipe = vram_management.manage(h3.generating_pipe(), "host", tmp_path)
+    handle = wanshim.parallelize_pipeline(pipe, gpus=gpus)
+    request.addfinalizer(handle.remove)
+    for ours, theirs in zip(h3.generate(pipe), expected, strict=True):
+        assert (ours - theirs).abs().max() <= (0 if gpus == 1 else 1e-5)
+    assert handle.plan.replaces_offload
+    assert handle.plan.sequence == gpus
+
+
+def test_few_tokens_of_generation_are_a_packed_sequence() -> None:
+    """By which a worker's copy is compared: text, audio and video, each where it was."""
+    pipe, seen = h3.generating_pipe(), []
+
+    def model_fn(**kwargs: Any) -> Any:
+        _, few = FAMILY.denoising.few((), kwargs)
+        seen.append((few["packed"], minimax_h3_audio_video.model_fn_minimax_h3(**few)))
+        return minimax_h3_audio_video.model_fn_minimax_h3(**kwargs)
+
+    pipe.model_fn = model_fn
+    h3.generate(pipe, num_inference_steps=1)
+    ((packed, (video, audio)),) = seen
+    assert packed["token_tags"].tolist() == [1, 2, 2, 0]
+    assert (packed["seq_len"], video.shape, audio.shape) == (4, (1, 24, 1, 2, 2), (2, 32, 1))
+    assert bool(video.isfinite().all() and audio.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("control net", "controlnet works between the blocks on all tokens"),
+        ("vdn", "VDN: its blocks attend by kernels"),
+    ],
+)
+def test_generation_of_what_needs_all_tokens_stays_on_one_gpu_by_name(
+    kind: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = {"controlnet": h3.control_net(torch.float32)} if kind == "control net" else {}
+    pipe = h3.generating_pipe(**parts)
+    expected = h3.generate(pipe)
+    monkeypatch.setattr(pipe.dit, "vdn_enabled", kind == "vdn", raising=False)
     monkeypatch.setenv("WANSHIM_GENERATE", "2")
-    monkeypatch.setenv("WANSHIM_STRICT", str(int(strict)))
     wanshim.activate("none,diffsynth.generate")
-    missing = [ModelConfig(path="no such file")]
-    with pytest.raises(FeatureUnavailable if strict else Exception) as caught:
-        minimax_h3_audio_video.MiniMaxH3Pipeline.from_pretrained(model_configs=missing, processor_config=None)
-    row = wanshim.report(strict=False).row("diffsynth.generate")
-    said = "of DiffSynth's pipelines WanVideoPipeline alone is served"
-    assert said in (str(caught.value) if strict else str(row.fallbacks))
+    if kind == "control net":
+        assert all(map(torch.equal, expected, h3.generate(pipe)))
+        assert reason in str(wanshim.report(strict=False).row("diffsynth.generate").fallbacks)
+        wanshim.deactivate()
+    monkeypatch.setenv("WANSHIM_STRICT", "1")
+    wanshim.activate("none,diffsynth.generate")
+    if kind == "vdn":
+        with pytest.raises(FeatureUnavailable, match=f"MiniMaxH3Pipeline would run on one GPU: {reason}"):
+            h3.generate(pipe)
 
 
-def test_tokens_over_ranks_are_refused_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+GENERATES = """
+    import sys, torch
+    from tests.contract.diffsynth import minimax_h3
+
+    torch.set_num_threads(1)
+    torch.save(minimax_h3.generate(minimax_h3.generating_pipe()), sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+def test_generation_of_an_unmodified_script_is_that_of_one_process_by_one_command(tmp_path: Path) -> None:
+    script = tmp_path / "generate.py"
+    script.write_text(dedent(GENERATES))
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("WANSHIM_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "wanshim", "generate", "--gpus", "2", "--", str(script), str(tmp_path / "latents")],
+        cwd=Path(__file__).parents[3], env={**clean, "ACCELERATE_USE_CPU": "true"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "diffsynth.generate: MiniMaxH3Pipeline on cpu, cpu: tokens over 2" in done.stderr
+    found = torch.load(tmp_path / "latents", weights_only=True)
+    for ours, theirs in zip(found, h3.generate(h3.generating_pipe()), strict=True):
+        assert (ours - theirs).abs().max() <= 1e-5
+
+
+def test_more_ranks_than_heads_are_refused_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANSHIM_PLAN", "sequence")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "6")
     wanshim.activate(f"none,{FEATURE}")
     config = {"model_class": "diffsynth.models.minimax_h3_dit.MiniMaxH3DiT", "extra_kwargs": h3.TINY}
     pool = model_loader.ModelPool()
-    with pytest.raises(
-        FeatureUnavailable, match="the tokens of MiniMax-H3's blocks are not sharded, since they attend"
-    ):
+    with pytest.raises(FeatureUnavailable, match="6 ranks for 4 attention heads, of which each computes whole ones"):
         pool.load_model_file(config, "no such file", pool.default_vram_config())
-    with pytest.raises(FeatureUnavailable, match="the tokens of MiniMax-H3's blocks are not sharded"):
+    with pytest.raises(FeatureUnavailable, match="6 ranks for 4 attention heads"):
         runner.launch_training_task(Accelerator(cpu=True), Samples(1), made(), None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("control net", "controlnet works between the blocks on all tokens"),
+        ("vdn", "VDN: its blocks attend by kernels"),
+    ],
+)
+def test_what_needs_all_tokens_is_not_sharded_by_name(kind: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANSHIM_PLAN", "sequence")
+    wanshim.activate(f"none,{FEATURE}")
+    module = made("control net" if kind == "control net" else "plain")
+    if kind == "vdn":
+        module.pipe.dit.vdn_enabled = True
+    with pytest.raises(FeatureUnavailable, match=reason):
+        runner.launch_training_task(Accelerator(cpu=True), Samples(1), module, None)
+    assert sequence_of(module.pipe.dit) is None
 
 
 ARGUMENTS = "--height 32 --width 64 --num_frames 22 --dataset_num_workers 0 --learning_rate 1e-3 --samples 4"
@@ -469,6 +591,35 @@ def test_user_s_script_trains_streamed_on_what_it_has_cached(tmp_path: Path, che
     said = script(tmp_path, checkpoint, "streamed", "--gpus", "1", PLAN="stream", STRICT="1", **cached)
     assert "streaming 2 of 4 blocks to cpu" in said
     assert written(tmp_path / "streamed") == written(tmp_path / "plain")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("processes", "variables"),
+    [
+        (2, {}),
+        *(pytest.param(*case, marks=pytest.mark.sweep) for case in ((2, {"COMPILE": "1"}), (3, {"KEEP": "off"}))),
+    ],
+    ids=str,
+)
+def test_user_s_script_trains_each_sample_on_all_processes(
+    tmp_path: Path, checkpoint: Path, processes: int, variables: dict[str, str]
+) -> None:
+    """The losses, and what is trained, of one process: every sample of another length, two of them a step."""
+    more = "--gradient_accumulation_steps 2"
+    script(tmp_path, checkpoint, "plain", more=more)
+    said = script(
+        tmp_path, checkpoint, "shared", "--gpus", str(processes), more=more, PLAN="sequence", STRICT="1", **variables
+    )
+    assert f"sequence parallel over {processes} ranks, 4 blocks, 4 heads" in said
+    assert "predicted peak for 640 tokens" in said  # of text, too
+    assert ("graphs compiled: " in said) is ("COMPILE" in variables)
+    losses = [json.loads((tmp_path / "plain/losses.0.json").read_text())]
+    losses += [json.loads((tmp_path / f"shared/losses.{rank}.json").read_text()) for rank in range(processes)]
+    torch.testing.assert_close(torch.tensor(losses[1:]), torch.tensor(losses[:1] * processes), rtol=1e-5, atol=0)
+    ours, theirs = (_tensors(written(tmp_path / name)) for name in ("shared", "plain"))
+    assert max(((ours[n] - theirs[n]).norm() / theirs[n].norm()).item() for n in theirs) < 1e-4
 
 
 @pytest.mark.slow

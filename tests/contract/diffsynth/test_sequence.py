@@ -15,7 +15,7 @@ import wanshim
 from tests.contract.diffsynth import variants, wan
 from tests.distributed.decoding.ranks import made_together, run_ranks, values
 from tests.distributed.sequence.tiny import farthest
-from wanshim.adapters.diffsynth.splitting.sequence import block_lists
+from wanshim.adapters.diffsynth.splitting.wan import block_lists
 
 EXACT = 1e-5
 COVERED = ("t2v", "i2v", "ti2v-5b", "fun-control", "camera", "vace")

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cache, partial, wraps
+from importlib import import_module
 from types import MethodType
 from typing import Any
 
@@ -17,12 +18,12 @@ from torch import nn
 
 from wanshim.core.shared.fallback import cause_of
 from wanshim.core.shared.gpu_memory import is_memory
+from wanshim.core.shared.graphs import OUTSIDE, outside_graphs
 from wanshim.errors import WanshimError
 from wanshim.undo import Undo
 
 # Of one class: devices of a process, times kinds of call (with gradients and without, one shape and any).
 MOST_GRAPHS = 64
-OUTSIDE = "this submodule runs outside of graphs"
 
 
 @dataclass
@@ -58,7 +59,8 @@ class CompiledBlocks:
         blocks: modules whose first argument is the activation, a tensor.
         by_value: named arguments of the blocks, tensors of a few numbers, which the graph gets as numbers, for it
             cannot read them out of a tensor. Other numbers compile a graph for any.
-        outside: path in a block to the submodule of a submodule that runs outside of graphs. Default: none.
+        outside: path in a block to the submodule of a submodule that runs outside of graphs; or the function that a
+            submodule calls, by module and name. Default: none.
         on_fallback: takes the cause, in one line, for which a graph or all blocks of a class are computed without the
             compiler. A graph that has no kernels runs as the operators in it, so that nothing is computed twice and
             ranks exchange as before. None: it is raised, and no block runs in pieces or without the compiler.
@@ -87,13 +89,16 @@ class CompiledBlocks:
         undo.add(partial(limits.__exit__, None, None, None))
         if outside is not None:  # or every break raises
             self._watch_breaks(undo)
+        owner, _, function = (outside or "").partition(":")
+        if function:
+            undo.replace(import_module(owner), function, outside_graphs)
         compiled: dict[type[nn.Module], Callable[..., Any]] = {}
         for block in blocks:
             kind = type(block)
             if kind not in compiled:
                 graph = torch.compile(kind.forward, backend=self._compile, fullgraph=outside is None)
                 compiled[kind] = self._entered(graph, kind.forward, kind.__name__)
-            if outside is not None:
+            if outside is not None and not function:
                 _keep_outside(block.get_submodule(outside), undo)
             undo.set(block, {"forward": MethodType(compiled[kind], block)})
 
@@ -256,7 +261,7 @@ def _keep_outside(module: nn.Module, undo: Undo) -> None:
 
 @cache
 def _outside(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (kind,), {"__call__": torch._dynamo.disable(kind.__call__, reason=OUTSIDE)})
+    return type(kind.__name__, (kind,), {"__call__": outside_graphs(kind.__call__)})
 
 
 def _real(value: Any) -> Any:

@@ -38,7 +38,7 @@ class BlockList:
     """The interface of blocks that run one after the other; the defaults are those of Wan's transformer.
 
     Args:
-        blocks: each called with the last one's output, (b, tokens, width).
+        blocks: each called with the last one's output, (b, tokens, width) or (tokens, width).
         exit: the module that takes the tokens as its first argument behind the last block; they are gathered there.
             None: the last block's output is gathered.
         gather: False leaves the output sharded, for what is added to the tokens of other blocks.
@@ -49,6 +49,9 @@ class BlockList:
         projections: paths to the modules whose outputs become query, key and value, in the order in which they run.
             Their outputs travel while the next ones are computed; what happens between them and `attention` sees all
             tokens and this rank's heads. Empty: they travel when `attention` is called.
+        function: for blocks that attend by a function: its module and name. The blocks call it with query, key and
+            value, (tokens, heads, dim) each, which travel then, and it returns the same shape; `attention`, `output`
+            and `projections` are not looked at. All heads are seen everywhere else, so that `num_heads` stay.
         num_heads: paths to the attributes that say how many heads there are where only this rank's are seen.
         widths: paths to those that say how wide all of them are together.
         text: the other stream of the blocks, if they have two. Without gradients alone.
@@ -64,6 +67,7 @@ class BlockList:
     gather: bool = True
     attention: str = "self_attn.attn"
     output: str = ""
+    function: str = ""
     projections: tuple[str, ...] = ("self_attn.norm_q", "self_attn.norm_k", "self_attn.v")
     num_heads: tuple[str, ...] = ("self_attn.num_heads", "self_attn.attn.num_heads")
     widths: tuple[str, ...] = ()
@@ -77,6 +81,8 @@ class BlockList:
     @property
     def inside(self) -> tuple[str, ...]:
         """Paths to the modules at which tokens travel."""
+        if self.function:
+            return ()
         text = (*self.text.projections, self.text.output) if self.text is not None else ()
         return (*self.projections, self.output or self.attention, *text)
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import wraps
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import _StopRecomputationError
 
+from wanshim.core.shared.graphs import outside_graphs
 from wanshim.errors import ModelInvalid
 from wanshim.undo import Undo
 
@@ -25,13 +28,16 @@ def attach(run: ShardedModel, listed: BlockList, undo: Undo) -> None:
     first = not run.parameters  # of the lists
     for index, block in enumerate(listed.blocks):
         BlockHooks(run, listed, index, first and not index).attach(undo)
-        for path in (*listed.num_heads, *listed.widths):
+        for path in () if listed.function else (*listed.num_heads, *listed.widths):
             owner, _, name = path.rpartition(".")
             module = block.get_submodule(owner)
             whole = getattr(module, name)
             run.heads.append((module, name, whole // all_heads * mine, whole))
             undo.set(module, {name: whole // all_heads * mine})
     run.parameters += listed.blocks
+    if listed.function:
+        module_name, _, name = listed.function.partition(":")
+        undo.replace(import_module(module_name), name, lambda original: _exchanging(run, original))
     if listed.exit is not None:
 
         def gather(module: nn.Module, args: tuple[Any, ...]) -> Any:
@@ -40,6 +46,17 @@ def attach(run: ShardedModel, listed: BlockList, undo: Undo) -> None:
             return run.gathered(args[0], run.plan), *args[1:]
 
         undo.add(listed.exit.register_forward_pre_hook(gather).remove)
+
+
+def _exchanging(run: ShardedModel, original: Callable[..., Any]) -> Callable[..., Any]:
+    """The function by which blocks attend: in a block of theirs over the tokens of all ranks."""
+
+    @wraps(original)
+    def attention(*args: Any, **kwargs: Any) -> Any:
+        exchange, run.exchange = run.exchange, None
+        return original(*args, **kwargs) if exchange is None else exchange(original, *args, **kwargs)
+
+    return outside_graphs(attention)
 
 
 class BlockHooks:
@@ -60,6 +77,8 @@ class BlockHooks:
         block = self._listed.blocks[self._index]
         undo.add(block.register_forward_pre_hook(self._before, with_kwargs=True).remove)
         undo.add(block.register_forward_hook(self._after, always_call=True).remove)
+        if self._listed.function:
+            return
         of_all = self._unless_alone
         for path in self._listed.projections:
             undo.add(self._modules[path].register_forward_hook(of_all(self._projected)).remove)
@@ -103,11 +122,14 @@ class BlockHooks:
         self._device = given[self._listed.tokens].device
         self._random = generator_state(self._device)
         brought = {name: self._brought(name, value) for name, value in given.items()}
+        if self._listed.function:
+            run.exchange = self._attend
         positional = tuple(brought[name] for name in self._names[: len(args)])
         return positional, {name: brought[name] for name in kwargs}
 
     def _after(self, block: nn.Module, args: Any, output: Any) -> Any:
         self._passages.clear()
+        has_attended, self._run.exchange = self._run.exchange is None, None
         error = sys.exc_info()[1]
         if self._run.alone:
             if (output is None and error is not None) or (self._last and self._listed.gather and not self._listed.exit):
@@ -117,6 +139,11 @@ class BlockHooks:
             if not isinstance(error, _StopRecomputationError):
                 self._run.group.watch.fail_with(error)
             return None
+        if not has_attended:
+            raise ModelInvalid(
+                f"block {self._index} attends by another function than {self._listed.function}",
+                hint="Name the function that it calls: BlockList(function=...)",
+            )
         if not torch.equal(self._random, generator_state(self._device)):
             raise random_draw(block, self._index)
         if self._first and not backward_runs():
@@ -150,15 +177,25 @@ class BlockHooks:
             passage.arrive(on_its_way)
             self._passages.clear()  # kept, they would hold the graph of the whole block
             return None
-        started = [self._start(tensor) for tensor in args[:3]]
+        return (*self._of_all_tokens(*args[:3]), *args[3:])
+
+    def _of_all_tokens(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        started = [self._start(tensor) for tensor in tensors]
         for passage, on_its_way in self._passages:
             passage.arrive(on_its_way)
         self._passages.clear()
-        return (*started, *args[3:])
+        return started
+
+    def _attend(self, attention: Callable[..., Any], *qkv: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        qkv, rest = qkv[:3], qkv[3:]
+        mine, all_heads = self._plan.heads[self._run.group.rank], sum(self._plan.heads)
+        arrived = self._of_all_tokens(*(tensor.flatten(1)[None] for tensor in qkv))
+        result = attention(*(tensor[0].unflatten(1, (mine, -1)) for tensor in arrived), *rest, **kwargs)
+        return self._tokens_of(result.flatten(1)[None])[0].unflatten(1, (all_heads, -1))
 
     def _before_output(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         self._passages.clear()
-        return self._after_attention(module, (), args[0]), *args[1:]
+        return self._tokens_of(args[0]), *args[1:]
 
     def _text_projected(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         return own_heads(self._run.group, self._plan, output)
@@ -167,6 +204,9 @@ class BlockHooks:
         return gather_heads(self._run.group, self._plan, args[0]), *args[1:]
 
     def _after_attention(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return self._tokens_of(output)
+
+    def _tokens_of(self, output: torch.Tensor) -> torch.Tensor:
         passage = Passage(self._run.group, self._plan, to_heads=False)
         tokens = passage.start(output)
         passage.arrive(tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ class ShardedModel:
         self.alone = False
         self.heads: list[tuple[nn.Module, str, int, int]] = []  # where a module holds how many: this rank's, and all
         self._inside = False
+        self.exchange: Callable[..., Any] | None = None  # of the block that runs, if it attends by a function
         self.plan = plan
         self.gradients = GradientAverage(group, self.begin_backward) if sum_gradients else None
         self.check_finite = check_finite
@@ -126,7 +127,7 @@ class ShardedModel:
         self.leave()
         self._brought.clear()
         self.group.watch.at("gather of the tokens")
-        whole = _Gather.apply(x, self, plan)
+        whole = _Gather.apply(x, self, plan) if x.dim() == 3 else _Gather.apply(x[None], self, plan)[0]
         if not torch.is_grad_enabled():
             self.verify()
         return whole
