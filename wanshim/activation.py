@@ -105,8 +105,7 @@ class Activation:
         switches = {
             name: read.sources[switch]
             for name, feature in self.known().features.items()
-            for switch in reversed(feature.switches)
-            if read.is_on(switch)
+            if (switch := feature.switch(read)) is not None
         }
         return self._of_installed(switches)
 

@@ -165,8 +165,8 @@ def _check(pipe: Any, parts: dict[str, Any], given: dict[str, Any]) -> None:
 
     if not isinstance(pipe, wan_video.WanVideoPipeline):
         raise NotShared(f"{type(pipe).__name__} is no WanVideoPipeline")
-    own = wan_video.model_fn_wan_video  # as watched, or as it was when the pipeline was made
-    if pipe.model_fn not in (own, getattr(own, "__wrapped__", own)):
+    # as it is now, or as it was when the pipeline was made: wanshim's wrappers are around it
+    if inspect.unwrap(pipe.model_fn) is not inspect.unwrap(wan_video.model_fn_wan_video):
         raise NotShared("its model_fn is not DiffSynth's model_fn_wan_video")
     reason = refusals.why_sharded_by_diffsynth(pipe)
     if reason:

@@ -81,15 +81,20 @@ def settings_of_ranks(
     return ranks
 
 
-def settings_of_generation(command: Sequence[str], count: int, features: str | None) -> settings.Settings:
+def settings_of_generation(
+    command: Sequence[str], count: int, features: str | None, *, fast: bool = False
+) -> settings.Settings:
     """The settings as the one process of `wanshim generate` reads them.
+
+    Args:
+        fast: as WANSHIM_FAST=1.
 
     Raises:
         WanshimError: the command is not reached by wanshim.
         SettingInvalid: fewer GPUs are in sight.
         FeatureUnavailable: no selected feature carries it out, so that the pipeline would use one GPU.
     """
-    option, read = _read(count)
+    option, read = _read(count, fast)
     if read.disable:
         return read
     _check_in_sight(count)

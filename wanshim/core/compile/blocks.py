@@ -216,8 +216,7 @@ class CompiledBlocks:
 
 def graph_limits() -> contextlib.AbstractContextManager[Any]:
     """As many graphs as blocks of a class may need."""
-    patch = torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS, accumulated_recompile_limit=4 * MOST_GRAPHS)
-    return patch  # type: ignore[no-any-return]
+    return torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS, accumulated_recompile_limit=4 * MOST_GRAPHS)
 
 
 @cache

@@ -23,7 +23,6 @@ from wanshim.core.eight_bit.product import FORMATS, MULTIPLE, Format, quantize_r
 from wanshim.errors import PlacementInvalid
 from wanshim.undo import Undo
 
-
 NARROW = 8  # of a product this much narrower than long, the quantisation takes more than eight bits save
 
 

@@ -14,11 +14,15 @@ class Request:
         gpus: how many, the pipeline's own included; None: all in sight.
         devices: which, the pipeline's own first; None: its own and the next ones.
         at_most: over how many GPUs guidance may go, and the tokens of a forward; None: whatever uses the most GPUs.
+        fast_forwards: forwards are computed by what is faster and changes bits.
+        fast_vae: likewise decodes and encodes.
     """
 
     gpus: int | None = None
     devices: tuple[str, ...] | None = None
     at_most: tuple[int, int] | None = None
+    fast_forwards: bool = False
+    fast_vae: bool = False
 
     @property
     def asks_for_one(self) -> bool:
