@@ -224,8 +224,8 @@ def compiler_refusal(device: torch.device) -> str | None:
     """Why nothing can be compiled for this device, or None: a small function is compiled and run, forward and backward.
     A compiler, Python's headers, Triton's assembler and a folder for kernels are there, or this shows it."""
     try:
-        x = torch.ones(4, 16, device=device, requires_grad=True)
-        with _backward_too():
+        with torch.inference_mode(False), torch.enable_grad(), _backward_too():
+            x = torch.ones(4, 16, device=device, requires_grad=True)
             torch.compile(_small, fullgraph=True)(x).backward()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
