@@ -47,6 +47,7 @@ class GenerationJob:
         working: bytes that a forward needs beside them, on one GPU; None: not known.
         at_most: see Request.
         why_one: why there is one device alone, if there is.
+        fast_forwards, fast_vae: see Request.
     """
 
     pipeline: str
@@ -61,6 +62,8 @@ class GenerationJob:
     working: int | None = None
     at_most: tuple[int, int] | None = None
     why_one: str = ""
+    fast_forwards: bool = False
+    fast_vae: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

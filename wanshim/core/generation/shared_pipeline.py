@@ -561,6 +561,8 @@ class _Call:
             own_streamed=None if self._binding.offload is None or not any(parts) else rest + sum(at_once),
             streamed=None if None in parts else rest + sum(filter(None, parts)),
             working=working,
+            fast_forwards=self._shared.request.fast_forwards,
+            fast_vae=self._shared.request.fast_vae,
         )
         free = {str(device): available_bytes(device) for device in self._devices[1:]}
         models = list(self._binding.modules.values())
