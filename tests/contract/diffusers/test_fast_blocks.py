@@ -91,10 +91,10 @@ def test_products_alone_and_graphs_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     pipe = wan_pipelines.wan()
     expected = generate(pipe, "wan")
     activate(monkeypatch, COMPUTE="off")
-    assert distance(generate(pipe, "wan"), expected) < 1e-5, "eager's kernels in graphs"
+    assert distance(generate(pipe, "wan"), expected) < 1e-6, "eager's kernels in graphs"
     assert "blocks were compiled" in row().notes[0]
     activate(monkeypatch, COMPUTE="int8", COMPILE="0")
-    assert distance(generate(pipe, "wan"), expected) > 1e-5
+    assert distance(generate(pipe, "wan"), expected) > 1e-6
     assert "compiled" not in row().notes[-1]
 
 
@@ -109,8 +109,7 @@ def test_two_processes_have_the_frames_of_one(monkeypatch: pytest.MonkeyPatch) -
     assert all(map(torch.equal, expected, [generate(pipe, "wan", **each) for each in calls]))
     notes = " ".join(wanshim.report().row("diffusers.generate").notes)
     assert "guidance over 2, bit for bit the frames of one GPU with the same fast blocks" in notes
-    alone = generate(pipe, "wan", guidance_scale=1.0)
-    assert torch.isfinite(alone).all()
+    assert torch.isfinite(generate(pipe, "wan", guidance_scale=1.0, height=64)).all()
     assert "the distance from the exact forward is not measured: its tokens go over GPUs" in " ".join(row().notes)
     assert not torch.equal(exact, expected[0])
 
@@ -155,31 +154,19 @@ def test_lora_loaded_scaled_swapped_fused_and_removed_between_calls(gpus: str, m
         before = exact
 
 
-def test_the_linears_of_a_lora_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipe, seen = wan_pipelines.wan(), {}
-    lora_steps(pipe)[0][1]()
-    activate(monkeypatch, COMPILE="0")
-    own = nn.Module.__call__
-
-    def noted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(module, nn.Linear):
-            seen.setdefault(type(module).__name__, set()).add(tuple(module.weight.shape))
-        return own(module, *args, **kwargs)
-
-    monkeypatch.setattr(nn.Module, "__call__", noted)
-    generate(pipe, "wan", num_inference_steps=1)
-    assert (32, 32) in seen["_Int8Linear"]
-    assert (16, 32) in seen["Linear"]
-    assert (16, 32) not in seen["_Int8Linear"]
-
-
 def group(pipe: Any) -> None:
     pipe.transformer.enable_group_offload(torch.device("cpu"), torch.device("cpu"), "block_level", 1)
 
 
+def sequential(pipe: Any) -> None:
+    from accelerate import cpu_offload
+
+    cpu_offload(pipe.transformer, torch.device("cpu"))
+
+
 OFFLOADS: dict[str, Callable[[Any], object]] = {
     "model": lambda pipe: pipe.enable_model_cpu_offload(device="cpu"),
-    "sequential": lambda pipe: pipe.enable_sequential_cpu_offload(device="cpu"),
+    "sequential": sequential,
     "group": group,
 }
 
