@@ -49,6 +49,8 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
     from wanshim.core.generation import Forward, NotShared, PipelineBinding, few_tokens
     from wanshim.core.shared.plain import is_compiled
 
+    if _is_own_forward(pipe) and vars(pipe).get("model_fn") is not wan_video.model_fn_wan_video:
+        pipe.model_fn = wan_video.model_fn_wan_video  # the pipeline was made before what is around it now, as in workers
     signature = inspect.signature(type(pipe).__call__)
     given = signature.bind_partial(pipe, *args, **kwargs)
     given.apply_defaults()
@@ -155,6 +157,13 @@ def _empty(*, latents: torch.Tensor, context: torch.Tensor, **_: Any) -> torch.T
     return latents.new_empty((context.size(0), *latents.shape[1:]))
 
 
+def _is_own_forward(pipe: Any) -> bool:
+    """Whether it calls DiffSynth's function, with whatever is around it now or was when the pipeline was made."""
+    from diffsynth.pipelines import wan_video
+
+    return inspect.unwrap(getattr(pipe, "model_fn", None) or print) is inspect.unwrap(wan_video.model_fn_wan_video)
+
+
 def _check(pipe: Any, parts: dict[str, Any], given: dict[str, Any]) -> None:
     from diffsynth.pipelines import wan_video
 
@@ -165,8 +174,7 @@ def _check(pipe: Any, parts: dict[str, Any], given: dict[str, Any]) -> None:
 
     if not isinstance(pipe, wan_video.WanVideoPipeline):
         raise NotShared(f"{type(pipe).__name__} is no WanVideoPipeline")
-    # as it is now, or as it was when the pipeline was made: wanshim's wrappers are around it
-    if inspect.unwrap(pipe.model_fn) is not inspect.unwrap(wan_video.model_fn_wan_video):
+    if not _is_own_forward(pipe):
         raise NotShared("its model_fn is not DiffSynth's model_fn_wan_video")
     reason = refusals.why_sharded_by_diffsynth(pipe)
     if reason:
