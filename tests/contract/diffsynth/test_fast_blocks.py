@@ -193,7 +193,9 @@ def test_an_unmodified_script_has_the_same_frames_by_fast_on_one_and_two(tmp_pat
             [sys.executable, "-m", *command], env={**os.environ, **variables}, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr
-        assert len(re.findall(r"the first forward is .*% off the exact one; its blocks were compiled", done.stderr)) == 2
+        assert (
+            len(re.findall(r"the first forward is .*% off the exact one; its blocks were compiled", done.stderr)) == 2
+        )
         assert re.search(r"diffsynth.fast_blocks exercised, .*; first forwards .*% off the exact ones", done.stderr)
         made[gpus] = torch.load(tmp_path / gpus, weights_only=True)
     assert all(map(torch.equal, made["1"], made["2"]))

@@ -297,7 +297,9 @@ def test_an_unmodified_script_has_the_same_latents_by_fast_on_one_and_two(tmp_pa
             [sys.executable, "-m", *command], env={**os.environ, **variables}, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr
-        assert len(re.findall(r"the first forward is .*% off the exact one; its blocks were compiled", done.stderr)) == 2
+        assert (
+            len(re.findall(r"the first forward is .*% off the exact one; its blocks were compiled", done.stderr)) == 2
+        )
         assert re.search(r"diffusers.fast_blocks exercised, .*; first forwards .*% off the exact ones", done.stderr)
         made[gpus] = torch.load(tmp_path / gpus, weights_only=True)
     assert "guidance over 2, bit for bit the latents of one GPU with the same fast blocks" in done.stderr
