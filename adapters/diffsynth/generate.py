@@ -50,9 +50,7 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
     from wanshim.core.shared.plain import is_compiled
 
     if _is_own_forward(pipe) and vars(pipe).get("model_fn") is not wan_video.model_fn_wan_video:
-        pipe.model_fn = (
-            wan_video.model_fn_wan_video
-        )  # the pipeline was made before what is around it now, as in workers
+        pipe.model_fn = wan_video.model_fn_wan_video  # with what is around it now, as in workers: the pipeline is older
     signature = inspect.signature(type(pipe).__call__)
     given = signature.bind_partial(pipe, *args, **kwargs)
     given.apply_defaults()
