@@ -6,7 +6,7 @@
     python benchmarks/generate.py --ranks 1 --steps 2 --limit 120 --arms alone fast     what changes bits, on one GPU
     python benchmarks/generate.py --ranks 1 --steps 2 --arms alone fast compiled torchao_float8     and diffusers' own
 
-An arm is `alone`, `strict_blocks` or `fast` of one GPU, diffusers' own `compiled` and `torchao_float8` there, one of the
+An arm is `alone`, `strict_blocks` or `fast` of one GPU, diffusers' own `compiled` and `torchao_float8`, one of the
 peers in generate_peers.py, or what wanshim takes for the GPUs: `cfg:2`, `sequence:2`.
 Each arm runs in processes of its own, with the same random weights, prompt embeddings, noise and scheduler. It calls
 its pipeline with few frames and one step, to warm up, and then once in full size. The next arm's processes import

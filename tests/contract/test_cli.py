@@ -161,7 +161,7 @@ def test_a_fast_generation_that_no_selected_feature_has_is_refused_before_it_sta
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     started = tmp_path / "started"
     status, out, err = command("generate", "--gpus", "1", "--fast", "-f", "none,generate", "--", "touch", str(started))
-    assert (status, out) == (1, "")
+    assert (status, out) == (2, "")
     assert "--fast, and no selected feature makes a forward of generation faster. Select it: wanshim" in err
     assert not started.exists()
 
