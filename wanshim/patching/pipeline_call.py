@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 from wanshim import hand_over, settings
 from wanshim.errors import FeatureUnavailable, WanshimError
-from wanshim.patching import SeamState
+from wanshim.patching import SeamState, fast_forward
 
 if TYPE_CHECKING:
     from wanshim.core.generation import GenerationPlan, PipelineBinding, Request, SharedPipeline
@@ -263,8 +263,7 @@ def run(
 def request_of(read: Settings) -> Request:
     from wanshim.core.generation import Request
 
-    fast_forwards = read.compile or read.compute not in (None, "off")
-    request = Request(fast_forwards=fast_forwards, fast_vae=read.vae_fast)
+    request = Request(fast_forwards=fast_forward.is_on(), fast_vae=read.vae_fast)
     wanted = read.generate
     return request if wanted is None else replace(request, gpus=wanted.gpus, at_most=wanted.at_most)
 
