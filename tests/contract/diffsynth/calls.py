@@ -77,6 +77,15 @@ def tiny_block() -> Any:
     return tiny_model().blocks[0]
 
 
+def block_to_compile() -> tuple[Any, tuple[Any, ...]]:
+    import torch
+
+    block = tiny_block()
+    angles = torch.rand(8, 1, block.dim // block.num_heads // 2)
+    sizes = (1, 8, block.dim), (1, 5, block.dim), (1, 6, block.dim)
+    return block, (*map(torch.randn, sizes), torch.polar(torch.ones_like(angles), angles))
+
+
 def gate_and_norm() -> tuple[Any, Any]:
     block = tiny_model().blocks[0]
     return block.gate, block.self_attn.norm_q

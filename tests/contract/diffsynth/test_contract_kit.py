@@ -54,7 +54,7 @@ CONTRACTS = (
         feature="diffsynth.fast_blocks",
         call=f"{CALLS}:forward_in_eight_bits",
         calls={"diffsynth.pipelines.wan_video:model_fn_wan_video": 1},
-        graph=f"{CALLS}:direct_forward_to_compile",
+        graph=f"{CALLS}:block_to_compile",
         instance=f"{CALLS}:tiny_block",
         environment={"WANSHIM_COMPUTE": "int8", "WANSHIM_COMPILE": "0"},
     ),
