@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from torch import nn
@@ -56,6 +57,8 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("kind", ["wan", "wan22", "ti2v", "i2v", "vace", "animate"])
 def test_frames_are_near_the_exact_ones_and_the_distance_is_said(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind in ("vace", "animate") and not hasattr(diffusers, "WanAnimateTransformer3DModel"):
+        pytest.skip("before 0.36 VACE takes no list of prompts, and there is no Animate")
     pipe = wan_pipelines.MADE[kind]()
     expected = generate(pipe, kind)
     activate(monkeypatch)
@@ -93,9 +96,10 @@ def test_products_alone_and_graphs_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     activate(monkeypatch, COMPUTE="off")
     assert distance(generate(pipe, "wan"), expected) < 1e-6, "eager's kernels in graphs"
     assert "blocks were compiled" in row().notes[0]
+    wanshim.deactivate()
     activate(monkeypatch, COMPUTE="int8", COMPILE="0")
     assert distance(generate(pipe, "wan"), expected) > 1e-6
-    assert "compiled" not in row().notes[-1]
+    assert not any("compiled" in note for note in row().notes)
 
 
 def test_two_processes_have_the_frames_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
