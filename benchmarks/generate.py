@@ -3,9 +3,11 @@
     python benchmarks/generate.py --ranks 2 --json benchmarks/results/generate_480p_2xH200.json
     python benchmarks/generate.py --size 720x1280x81 --steps 2 --arms alone cfg:2 sequence:2 ulysses usp xdit
     python benchmarks/generate.py --arms alone cuda:0,cuda:0        two processes on one GPU: bits, cost of sharing
+    python benchmarks/generate.py --ranks 1 --steps 2 --limit 120 --arms alone fast     what changes bits, on one GPU
+    python benchmarks/generate.py --ranks 1 --steps 2 --arms alone fast compiled torchao_float8     and diffusers' own
 
-An arm is `alone`, `strict_blocks` of one GPU, one of the peers in generate_peers.py, or what wanshim takes for the
-GPUs: `cfg:2`, `sequence:2`.
+An arm is `alone`, `strict_blocks` or `fast` of one GPU, diffusers' own `compiled` and `torchao_float8`, one of the
+peers in generate_peers.py, or what wanshim takes for the GPUs: `cfg:2`, `sequence:2`.
 Each arm runs in processes of its own, with the same random weights, prompt embeddings, noise and scheduler. It calls
 its pipeline with few frames and one step, to warm up, and then once in full size. The next arm's processes import
 meanwhile. An arm that fails is a row with the reason. Steps are guided: two forwards. What a row has:
@@ -16,7 +18,7 @@ meanwhile. An arm that fails is a row with the reason. Steps are guided: two for
     gain, whole_gain    of seconds_per_step and whole_call_s over `alone`
     share_cost          guidance over 2: the step beside half of a step alone, as a share of that half, a forward
     next_decode_s       of wanshim: the decode of a second call of the same size
-    max_diff, latents_equal, frames_equal    beside `alone`, after --steps steps
+    max_diff, off, latents_equal, frames_equal    beside `alone`, after --steps steps; off: by the norm of the latents
     peak_GiB            max_memory_allocated of each GPU at the end of the last step; predicted_GiB: of wanshim's plan
     start_s, weights_s, weights_GB_per_s, recheck_s    wanshim's workers: waiting for them, until they have the weights,
                         and in a later call to see that the weights are the same
@@ -152,6 +154,7 @@ class Record:
         if self.latents is not None:
             row |= beside(row, self.alone)
             row |= {"max_diff": (latents - self.latents).abs().max().item()}
+            row |= {"off": ((latents - self.latents).norm() / self.latents.norm()).item()}
             row |= {"latents_equal": torch.equal(latents, self.latents)}
         return row
 

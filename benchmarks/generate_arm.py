@@ -6,9 +6,10 @@ Weights are random and made on the device, from one seed: they are the same in e
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +208,48 @@ def strict_blocks(job: Job) -> Arm:
     return alone(job)
 
 
-ON_ONE_GPU = {"alone": alone, "strict_blocks": strict_blocks}
+def fast(job: Job) -> Arm:
+    """One GPU with wanshim, as `wanshim generate --gpus 1 --fast` has it."""
+    import wanshim
+
+    os.environ.update(WANSHIM_GENERATE="1", WANSHIM_FAST="1")
+    wanshim.activate()
+    arm = alone(job)
+
+    def facts() -> dict[str, Any]:
+        names = "diffusers.fast_blocks", "diffusers.vae_decode"
+        rows = {name: wanshim.report().row(name) for name in names}
+        return {name: {"outcome": row.outcome, "notes": list(row.notes)} for name, row in rows.items()}
+
+    return replace(arm, facts=facts)
+
+
+def compiled(job: Job) -> Arm:
+    """diffusers' own compilation of its blocks."""
+    model = transformer(job)
+    model.compile_repeated_blocks(fullgraph=True)
+    pipe = pipeline(job, model)
+    return Arm(pipe.scheduler, caller(job, pipe, decode=True), own_peak)
+
+
+def torchao_float8(job: Job) -> Arm:
+    """That, with torchao's float8 products, a scale for each row."""
+    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
+
+    model = transformer(job)
+    quantize_(model.blocks, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()))
+    model.compile_repeated_blocks(fullgraph=True)
+    pipe = pipeline(job, model)
+    return Arm(pipe.scheduler, caller(job, pipe, decode=True), own_peak)
+
+
+ON_ONE_GPU = {
+    "alone": alone,
+    "strict_blocks": strict_blocks,
+    "fast": fast,
+    "compiled": compiled,
+    "torchao_float8": torchao_float8,
+}
 
 
 def shared(job: Job) -> Arm:

@@ -2,6 +2,7 @@
 
     python benchmarks/generate_script.py none 3
     wanshim generate --gpus 2 -- python benchmarks/generate_script.py none 3
+    wanshim generate --gpus 1 --fast -- python benchmarks/generate_script.py none 3
     wanshim generate --gpus 1 -- python benchmarks/generate_script.py model 3 --limit 8
     wanshim generate --gpus 1 -- python benchmarks/generate_script.py group 3 --limit 8 --pair
 

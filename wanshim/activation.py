@@ -105,8 +105,7 @@ class Activation:
         switches = {
             name: read.sources[switch]
             for name, feature in self.known().features.items()
-            for switch in reversed(feature.switches)
-            if read.is_on(switch)
+            if (switch := feature.switch(read)) is not None
         }
         return self._of_installed(switches)
 
@@ -385,6 +384,7 @@ class Activation:
             seams=seams if decision.applies else (),
             notes=tuple(note for s in run.seams for note in s.notes) if run is not None else (),
             headline=next((s.notes.headline for s in run.seams if s.notes.headline), "") if run is not None else "",
+            closing="; ".join(s.notes.closing for s in run.seams if s.notes.closing) if run is not None else "",
             fallbacks=dict(sum((Counter(seam.fallbacks) for seam in seams), Counter())),
             failed_calls=sum(seam.failed_calls for seam in seams),
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
@@ -63,7 +64,7 @@ def parallelize_pipeline(
         SettingInvalid: `deadline` cannot be waited.
     """
     from wanshim import activation
-    from wanshim.core.generation import NotShared, Request, SharedPipeline
+    from wanshim.core.generation import NotShared, SharedPipeline
     from wanshim.select import decision
 
     framework = type(pipe).__module__.partition(".")[0]
@@ -79,10 +80,12 @@ def parallelize_pipeline(
     bind: Bind = importlib.import_module(f"wanshim.adapters.{framework}.{ABILITY}").bind
     if pipe in SHARED:
         raise _invalid(pipe, "it uses several GPUs already; call remove() on its handle first")
-    if isinstance(gpus, str):
-        request = request_of(settings.generation("gpus", gpus))
-    else:
-        request = Request(gpus=gpus) if isinstance(gpus, int) or gpus is None else Request(devices=tuple(gpus))
+    wanted = settings.generation("gpus", gpus) if isinstance(gpus, str) else None
+    request = request_of(replace(read, generate=wanted))
+    if isinstance(gpus, int):
+        request = replace(request, gpus=gpus)
+    elif gpus is not None and not isinstance(gpus, str):
+        request = replace(request, devices=tuple(gpus))
     options = {} if deadline is None else {"deadline": deadline}
     shared = SharedPipeline(request, prepare=PREPARE, on_plan=_log, **options)
     try:

@@ -52,6 +52,7 @@ class ReportRow:
     fallbacks: dict[str, int] = field(default_factory=dict)  # of `calls`: left to the framework, by reason
     failed_calls: int = 0  # of `calls`: ended in an error
     headline: str = ""  # the note that the whole report begins with
+    closing: str = ""  # what its line has beside its calls
 
     @property
     def named(self) -> bool:
@@ -77,7 +78,8 @@ class ReportRow:
             return "not needed in this run"
         called = [seam.target.rpartition(":")[2] for seam in self.seams if seam.calls]
         of = " and ".join(called) if len(called) < 3 else f"{len(called)} functions"
-        return _outcome(self.state, self.calls, self.failed_calls, self.fallbacks, of)
+        outcome = _outcome(self.state, self.calls, self.failed_calls, self.fallbacks, of)
+        return f"{outcome}; {self.closing}" if self.closing else outcome
 
     @property
     def violation(self) -> str | None:

@@ -366,15 +366,16 @@ class Settings:
         _boolean,
         "make a training step faster",
         "1",
-        "`1`: the blocks of a Wan DiT train as one compiled graph; bits change.",
+        "`1`: the blocks of a Wan DiT train as one compiled graph, and under `wanshim generate` those of a Wan "
+        "transformer generate as one; bits change.",
         fast=True,
     )
     compute: str | None = _row(
         _one_of(*EIGHT_BIT, "off"),
         "make a training step faster",
         "float8",
-        "`float8` or `int8`: the frozen base of a Wan DiT multiplies in eight bits; bits change. "
-        "`off` (the default): in its own dtype.",
+        "`float8` or `int8`: the frozen base of a Wan DiT multiplies in eight bits, and under `wanshim generate` a Wan "
+        "transformer; bits change. `off` (the default): in its own dtype.",
         fast="float8",
     )
     fast: bool = _row(
@@ -382,8 +383,8 @@ class Settings:
         "make a training step faster",
         "1",
         "`1`: all that is faster and changes bits, wherever it is available: {fast}. Each of these "
-        "still has its own say, as `0` or `off` too. `wanshim run --fast` sets it.",
-        read_by=("compiled_blocks", "eight_bit_compute", "vae_decode", "vae_encode"),
+        "still has its own say, as `0` or `off` too. `wanshim run --fast` and `wanshim generate --fast` set it.",
+        read_by=("compiled_blocks", "eight_bit_compute", "fast_blocks", "vae_decode", "vae_encode"),
     )
     generate: WantedGeneration | None = _row(
         generation,

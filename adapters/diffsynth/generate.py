@@ -50,6 +50,9 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
     from wanshim.core.shared.plain import is_compiled
 
     family, denoising = _served(pipe)
+    own = _own(denoising.function)
+    if _is_around(pipe.model_fn, own) and vars(pipe).get("model_fn") is not own:
+        pipe.model_fn = own  # with what is around it now, as in workers: the pipeline is older
     signature = inspect.signature(type(pipe).__call__)
     given = signature.bind_partial(pipe, *args, **kwargs)
     given.apply_defaults()
@@ -127,7 +130,7 @@ def _parts(pipe: Any) -> dict[str, Any]:
 
 
 def _own(function: str) -> Any:
-    """A function of DiffSynth: as watched, or as it was when the pipeline was made."""
+    """A function of DiffSynth, as it is now."""
     module, _, name = function.partition(":")
     return getattr(import_module(module), name)
 
@@ -168,6 +171,11 @@ def _tokens(pipe: Any, family: Family) -> tuple[str, int]:
     return "", min(heads)
 
 
+def _is_around(function: Any, own: Any) -> bool:
+    """Whether it is that function of DiffSynth, with whatever is around it now or was when the pipeline was made."""
+    return inspect.unwrap(function or print) is inspect.unwrap(own)
+
+
 def _check(pipe: Any, parts: dict[str, Any], given: dict[str, Any]) -> None:
     from wanshim.adapters.diffsynth import vram
     from wanshim.adapters.diffsynth.splitting import refusals
@@ -176,7 +184,7 @@ def _check(pipe: Any, parts: dict[str, Any], given: dict[str, Any]) -> None:
 
     family, denoising = _served(pipe)
     own = _own(denoising.function)
-    if pipe.model_fn not in (own, getattr(own, "__wrapped__", own)):
+    if not _is_around(pipe.model_fn, own):
         raise NotShared(f"its model_fn is not DiffSynth's {own.__name__}")
     reason = refusals.why_sharded_by_diffsynth(pipe)
     if reason:

@@ -72,7 +72,8 @@ def _switch(feature: Feature) -> Iterator[str]:
         yield f"- by name: `WANSHIM_FEATURES={feature.name}`, or `wanshim.activate('{feature.name}')`"
     if feature.switches:
         names = [name for switch in feature.switches for name in settings.names_of(switch)]
-        yield "- by its variable: " + " or ".join(f"`{name}`" for name in names)
+        beside = f", beside `{settings.names_of(feature.along_with)[0]}`" if feature.along_with else ""
+        yield "- by its variable: " + " or ".join(f"`{name}`" for name in names) + beside
     if feature.needs_devices:
         yield f"- it takes {feature.needs_devices} GPUs where `WANSHIM_DEVICES` names none"
     if feature.blocked is not None:

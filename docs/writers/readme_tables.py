@@ -18,6 +18,7 @@ ABILITIES = {
     "model_split": "one sample, or one model, on several GPUs",
     "generate": "generate on several GPUs, the script unchanged",
     "strict_blocks": "generate on one GPU with fewer kernels, the same bits",
+    "fast_blocks": "generate faster with other bits",
     "vae_decode": "decode on one GPU or several",
     "vae_encode": "encode on one GPU or several",
     "prompt_cache": "negative prompt encoded once",

@@ -155,6 +155,24 @@ def test_first_line_of_a_fast_run_says_what_is_on(monkeypatch: pytest.MonkeyPatc
     )
 
 
+def test_a_fast_generation_that_no_selected_feature_has_is_refused_before_it_starts(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    started = tmp_path / "started"
+    status, out, err = command("generate", "--gpus", "1", "--fast", "-f", "none,generate", "--", "touch", str(started))
+    assert (status, out) == (2, "")
+    assert "--fast, and no selected feature makes a forward of generation faster. Select it: wanshim" in err
+    assert not started.exists()
+
+
+def test_a_generation_alone_has_fast_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    look, fast = activation.Activation(), {"WANSHIM_FAST": "1"}
+    assert "diffusers.fast_blocks" not in look.select(None, settings.read(fast))
+    assert "diffusers.fast_blocks" in look.select(None, settings.read({**fast, "WANSHIM_GENERATE": "2"}))
+    assert "diffusers.fast_blocks" not in look.select(None, settings.read({"WANSHIM_GENERATE": "2"}))
+
+
 def test_doctor_says_what_is_known_of_this_cards_engines(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cuDNN" not in command("doctor")[1]  # no GPU here, and nothing kept
     known = known_engines.KnownEngines("NVIDIA X", 13000, "9.10.2", 3, 4, ("88x160",), ("bfloat16",), True)

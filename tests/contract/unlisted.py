@@ -30,6 +30,7 @@ REFUSED_WITHOUT_ITS_ROW: dict[str, tuple[str, ...]] = {
     "diffsynth.kept_attention": ("2.0.12", "2.0.16"),
     "diffsynth.model_split": ("2.0.3", "2.0.4", "2.0.12", "2.0.16"),
     "diffsynth.progress": ("2.0.12", "2.0.16"),
+    "diffusers.fast_blocks": ("0.34.0", "0.35.2", "0.36.0", "0.38.0", "0.39.0"),
     "diffusers.generate": ("0.34.0", "0.36.0"),
     "diffsynth.resume": ("2.0.12", "2.0.16"),
     "diffsynth.strict_blocks": ("2.0.5",),

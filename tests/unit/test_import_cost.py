@@ -49,6 +49,7 @@ OWN = {
     "wanshim.patching.hooks",
     "wanshim.undo",
     "wanshim.patching.pipeline_call",
+    "wanshim.patching.fast_forward",
     "wanshim.patching.strict_steps",
     "wanshim.patching.vae_method",
     "wanshim.patching.probe",

@@ -53,6 +53,7 @@ Gpus = Annotated[
     ),
 ]
 Report = Annotated[bool, typer.Option(help="Say on standard error what is on, what is planned, and what ran.")]
+Fast = Annotated[bool, typer.Option("--fast", help="All that is faster and changes bits: WANSHIM_FAST=1.")]
 AsJson = Annotated[bool, typer.Option("--json", help="The same as JSON.")]
 
 
@@ -134,7 +135,7 @@ def run(
     features: Features = None,
     report: Report = True,
     gpus: Gpus = None,
-    fast: Annotated[bool, typer.Option("--fast", help="All that is faster and changes bits: WANSHIM_FAST=1.")] = False,
+    fast: Fast = False,
 ) -> None:
     """Run a program, and every Python process it starts, with wanshim active."""
     from wanshim.doctor import diagnosis
@@ -155,15 +156,16 @@ def generate(
     gpus: Annotated[int, typer.Option(parser=_count, help="How many GPUs the pipeline uses.")],
     features: Features = None,
     report: Report = True,
+    fast: Fast = False,
 ) -> None:
     """Run a program that generates on one GPU: faster there, or once, with its pipeline over several GPUs."""
     from wanshim.doctor import diagnosis
     from wanshim.launch import start
     from wanshim.launch.gpu_processes import settings_of_generation
 
-    read = settings_of_generation(command, gpus, features)
+    read = settings_of_generation(command, gpus, features, fast=fast)
     _print(diagnosis.prepare(features, read, f"--gpus {gpus}"))
-    variables = start.environment(features, report=report, generate=None if read.disable else gpus)
+    variables = start.environment(features, report=report, generate=None if read.disable else gpus, fast=fast)
     raise typer.Exit(start.run(command, variables, watched=report and not read.disable))
 
 

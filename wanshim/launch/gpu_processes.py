@@ -81,15 +81,21 @@ def settings_of_ranks(
     return ranks
 
 
-def settings_of_generation(command: Sequence[str], count: int, features: str | None) -> settings.Settings:
+def settings_of_generation(
+    command: Sequence[str], count: int, features: str | None, *, fast: bool = False
+) -> settings.Settings:
     """The settings as the one process of `wanshim generate` reads them.
+
+    Args:
+        fast: as WANSHIM_FAST=1.
 
     Raises:
         WanshimError: the command is not reached by wanshim.
         SettingInvalid: fewer GPUs are in sight.
-        FeatureUnavailable: no selected feature carries it out, so that the pipeline would use one GPU.
+        FeatureUnavailable: no selected feature carries it out, so that the pipeline would use one GPU, or none is
+            faster although that was asked for.
     """
-    option, read = _read(count)
+    option, read = _read(count, fast)
     if read.disable:
         return read
     _check_in_sight(count)
@@ -102,6 +108,15 @@ def settings_of_generation(command: Sequence[str], count: int, features: str | N
         "no selected feature runs a pipeline on several GPUs",
         "Select it: wanshim generate --gpus N -f generate; to train: wanshim run --gpus N",
     )
+    if fast and (read.compile or read.compute):
+        _check_selected(
+            features,
+            read,
+            "compile",
+            "--fast, and no selected feature makes a forward of generation faster",
+            "Select it: wanshim generate --gpus N --fast -f fast_blocks",
+            along_with="generate",
+        )
     return read
 
 
@@ -146,11 +161,14 @@ def _check_one_program(command: Sequence[str], count: int) -> None:
         )
 
 
-def _check_selected(features: str | None, read: settings.Settings, switch: str, found: str, hint: str) -> None:
+def _check_selected(
+    features: str | None, read: settings.Settings, switch: str, found: str, hint: str, *, along_with: str = ""
+) -> None:
     """Without a feature that `switch` turns on, the command would do something else than was asked for."""
     from wanshim.select import catalog
 
-    names = [name for name, feature in catalog.discover().features.items() if switch in feature.switches]
+    known = catalog.discover().features.items()
+    names = [name for name, one in known if switch in one.switches and one.along_with == along_with]
     rows = [row for row in diagnosis.examine(read, features, names=names).rows if row.state == "selected"]
     if not rows:
         raise FeatureUnavailable(found, hint=hint)

@@ -33,6 +33,7 @@ class Feature:
             others go on.
         auto: it fixes what is broken, or gives a framework's own option its effect.
         switched_on_by: the Settings field that turns it on when set, or several.
+        along_with: the Settings field without which none of those turns it on.
         judge: reads the source of code that no row of the matrix knows. A Finding with verdict `native`
             says that upstream has the ability, `patch` that the seams fit, `refuse` why they do not;
             None leaves it to the fingerprints.
@@ -51,6 +52,7 @@ class Feature:
     families: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
     auto: bool = False
     switched_on_by: str | tuple[str, ...] = ()
+    along_with: str = ""
     judge: Callable[[SourceTree], Finding | None] | None = None
     needs_devices: int = 0
     insists: Callable[[Settings], bool] = lambda read: read.strict
@@ -97,6 +99,12 @@ class Feature:
     def switches(self) -> tuple[str, ...]:
         """The Settings fields that turn it on."""
         return (self.switched_on_by,) if isinstance(self.switched_on_by, str) else self.switched_on_by
+
+    def switch(self, read: Settings) -> str | None:
+        """The Settings field that turns it on, or None."""
+        if self.along_with and not read.is_on(self.along_with):
+            return None
+        return next(filter(read.is_on, self.switches), None)
 
     @property
     def framework(self) -> str:

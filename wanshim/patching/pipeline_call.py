@@ -11,6 +11,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 from wanshim import hand_over, settings
 from wanshim.errors import FeatureUnavailable, WanshimError
-from wanshim.patching import SeamState
+from wanshim.patching import SeamState, fast_forward
 
 if TYPE_CHECKING:
     from wanshim.core.generation import GenerationPlan, PipelineBinding, Request, SharedPipeline
@@ -55,7 +56,7 @@ def _share(original: Callable[..., Any], seam: SeamState, bind: Bind, pipe: Any,
     from wanshim.core.workers import AHEAD
 
     read, name = seam.settings, type(pipe).__name__
-    asks_for_one = request_of(read.generate).asks_for_one
+    asks_for_one = request_of(read).asks_for_one
     if asks_for_one and not _replaces_offload(bind, pipe, *args, **kwargs):
         seam.pass_by() if seam.unneeded else seam.not_needed("one GPU was asked for, over which nothing is shared")
         return original(pipe, *args, **kwargs)
@@ -66,7 +67,7 @@ def _share(original: Callable[..., Any], seam: SeamState, bind: Bind, pipe: Any,
             raise NotShared("several processes run this program; start it once")
         if pipe not in SHARED:
             on_plan = functools.partial(_note, seam)
-            SHARED[pipe] = SharedPipeline(request_of(read.generate), prepare=PREPARE, on_plan=on_plan)
+            SHARED[pipe] = SharedPipeline(request_of(read), prepare=PREPARE, on_plan=on_plan)
         shared = SHARED[pipe]
         before = shared.shared_forwards, shared.shared_vae_calls
         result = run(shared, bind, original, pipe, *args, **kwargs)
@@ -156,7 +157,7 @@ def say_not_served(seam: SeamState, name: str, reason: str) -> None:
     read, text = seam.settings, f"{name} on one GPU, with the script's own offload: {reason}"
     if read.generate is None or text in seam.fallbacks or not seam.enter():
         return
-    if not request_of(read.generate).asks_for_one:
+    if not request_of(read).asks_for_one:
         from wanshim.core.workers import AHEAD
 
         AHEAD.end()
@@ -170,7 +171,7 @@ def _say_alone(seam: SeamState, model: Any) -> None:
     from wanshim.core.workers.process import is_worker
 
     read = seam.settings
-    if read.generate is None or request_of(read.generate).asks_for_one:
+    if read.generate is None or request_of(read).asks_for_one:
         return
     if model.training or is_worker() or not seam.enter():
         return
@@ -254,10 +255,12 @@ def run(
         return shared.run(bound, functools.partial(original, pipe, *args, **kwargs))
 
 
-def request_of(wanted: settings.WantedGeneration | None) -> Request:
+def request_of(read: Settings) -> Request:
     from wanshim.core.generation import Request
 
-    return Request(gpus=wanted.gpus, at_most=wanted.at_most) if wanted else Request()
+    request = Request(fast_forwards=fast_forward.is_on(), fast_vae=read.vae_fast)
+    wanted = read.generate
+    return request if wanted is None else replace(request, gpus=wanted.gpus, at_most=wanted.at_most)
 
 
 def _note(seam: SeamState, plan: GenerationPlan) -> None:

@@ -116,6 +116,7 @@ class Notes(list[str]):
         super().__init__()
         self._seam = seam
         self.headline = ""  # what the whole report begins with
+        self.closing = ""  # what the feature's line at the end has beside its calls
 
     def lead(self, text: str) -> None:
         """A note that the whole report begins with."""

@@ -33,6 +33,7 @@ def replace_steps(
     def make(original: Method, seam: SeamState) -> Method:
         from torch.compiler import is_compiling
 
+        from wanshim.core.fast_blocks import compiling
         from wanshim.core.shared.fallback import or_framework
         from wanshim.core.strict_blocks import StrictOperators
 
@@ -41,7 +42,7 @@ def replace_steps(
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> torch.Tensor:
-            if is_compiling() or seam.off:
+            if is_compiling() or seam.off or compiling() is not None:  # a compiled block takes the place of these
                 return original(*args, **kwargs)
             x = args[tokens] if len(args) > tokens else kwargs.get(name)
             if not operators.serve(x) or not seam.enter():

@@ -45,7 +45,7 @@ def without_effect(read: settings.Settings, selected: Collection[str], known: Ma
             lines.append(f"{variable} has no effect, since no package {readers[0].framework} is installed here")
         elif here and not any(feature.name in selected for feature in here):
             off = " and ".join(feature.name for feature in here)
-            if any(read.is_on(one) for feature in here for one in feature.switches):
+            if any(feature.switch(read) for feature in here):
                 lines.append(f"{variable} has no effect, since WANSHIM_FEATURES, -f or activate() leaves out {off}")
                 continue
             ways = " or ".join(dict.fromkeys(way for feature in here for way in turn_on(feature)))
@@ -74,4 +74,5 @@ def assignment(field: str) -> str:
 
 def turn_on(feature: Feature) -> list[str]:
     """The text that a user types for a feature that is off: each of its variables, or else its name."""
-    return [assignment(field) for field in feature.switches] or [f"wanshim run -f {feature.name} -- ..."]
+    beside = f"{assignment(feature.along_with)} " if feature.along_with else ""
+    return [beside + assignment(field) for field in feature.switches] or [f"wanshim run -f {feature.name} -- ..."]

@@ -59,6 +59,33 @@ def forward_by_kernels() -> Any:
         return tiny_model().half()(*(each.half() for each in arguments()))
 
 
+def forward_in_eight_bits() -> Any:
+    import torch
+    from diffsynth.models.wan_video_dit import WanModel
+    from diffsynth.pipelines.wan_video import model_fn_wan_video
+
+    torch.manual_seed(0)
+    sizes = {"dim": 48, "num_heads": 2, "num_layers": 2, "ffn_dim": 64, "text_dim": 16, "freq_dim": 16}
+    sizes |= {"in_dim": 4, "out_dim": 4, "patch_size": (1, 2, 2)}
+    dit = WanModel(**sizes, eps=1e-6, has_image_input=False).eval()
+    latents, text = torch.randn(1, 4, 2, 8, 8), torch.randn(1, 8, 16)
+    with torch.no_grad():
+        return model_fn_wan_video(dit, latents=latents, timestep=torch.tensor([500.0]), context=text)
+
+
+def tiny_block() -> Any:
+    return tiny_model().blocks[0]
+
+
+def block_to_compile() -> tuple[Any, tuple[Any, ...]]:
+    import torch
+
+    block = tiny_block()
+    angles = torch.rand(8, 1, block.dim // block.num_heads // 2)
+    sizes = (1, 8, block.dim), (1, 5, block.dim), (1, 6, block.dim)
+    return block, (*map(torch.randn, sizes), torch.polar(torch.ones_like(angles), angles))
+
+
 def gate_and_norm() -> tuple[Any, Any]:
     block = tiny_model().blocks[0]
     return block.gate, block.self_attn.norm_q

@@ -51,6 +51,14 @@ CONTRACTS = (
         instance=f"{CALLS}:managed_layer",
     ),
     contract(
+        feature="diffsynth.fast_blocks",
+        call=f"{CALLS}:forward_in_eight_bits",
+        calls={"diffsynth.pipelines.wan_video:model_fn_wan_video": 1},
+        graph=f"{CALLS}:block_to_compile",
+        instance=f"{CALLS}:tiny_block",
+        environment={"WANSHIM_COMPUTE": "int8", "WANSHIM_COMPILE": "0"},
+    ),
+    contract(
         feature="diffsynth.generate",
         call=f"{CALLS}:generate_tiny",
         calls={"diffsynth.pipelines.wan_video:WanVideoPipeline.__call__": 1},  # what is watched counts other calls

@@ -19,11 +19,11 @@ def generate_tiny() -> Any:
     return generate(wan(), "wan", guidance_scale=1.0)
 
 
-def _transformer() -> Any:
+def _transformer(**changed: int) -> Any:
     import torch
     from diffusers import WanTransformer3DModel
 
-    sizes = {"num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 2, "ffn_dim": 32}
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 2, "ffn_dim": 32, **changed}
     torch.manual_seed(0)
     return WanTransformer3DModel(**sizes, text_dim=16, freq_dim=16, in_channels=4, out_channels=4).eval()
 
@@ -49,6 +49,19 @@ def forward_by_kernels() -> Any:
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(kernels, "available", lambda x: x.dtype == torch.float16)
         return model(x.half(), times, text.half(), *others)
+
+
+def forward_in_eight_bits() -> Any:
+    import torch
+
+    model, (_, times, text, *others) = _transformer(attention_head_dim=16), _tokens()
+    with torch.no_grad():
+        return model(torch.randn(1, 4, 1, 8, 8, generator=torch.Generator().manual_seed(1)), times, text, *others)
+
+
+def transformer_and_block() -> tuple[Any, Any]:
+    model = _transformer()
+    return model, model.blocks[0]
 
 
 def forward_to_compile() -> tuple[Any, tuple[Any, ...]]:

@@ -10,6 +10,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.kit, pytest.mark.timeout(1700)]  # t
 
 CONTRACTS = (
     Contract(
+        feature="diffusers.fast_blocks",
+        call="tests.contract.diffusers.calls:forward_in_eight_bits",
+        calls={"diffusers.models.transformers.transformer_wan:WanTransformer3DModel.forward": 1},
+        graph="tests.contract.diffusers.calls:forward_to_compile",
+        instance="tests.contract.diffusers.calls:transformer_and_block",
+        environment={"WANSHIM_COMPUTE": "int8", "WANSHIM_COMPILE": "0"},
+        timeout_s=1600.0,
+    ),
+    Contract(
         feature="diffusers.generate",
         call="tests.contract.diffusers.calls:generate_tiny",
         calls={"diffusers.pipelines.wan.pipeline_wan:WanPipeline.__call__": 1},  # what is watched counts other calls

@@ -257,6 +257,17 @@ def test_what_cannot_multiply_so_is_left_and_nothing_else_is_an_error(undo: Undo
     assert compute_in_eight_bits([odd, plain], "float8", undo) == EightBitCount(changed=1, left=1)
 
 
+def test_narrow_linears_are_left_and_without_gradients_every_weight_is_frozen(undo: Undo) -> None:
+    base, rank = nn.Linear(256, 128), nn.Linear(256, 16)
+    with torch.no_grad():
+        assert compute_in_eight_bits([base, rank], "int8", undo) == EightBitCount(changed=1, left=1)
+        assert type(rank) is nn.Linear
+        x, exact = torch.randn(4, 256), nn.functional.linear
+        rounded = base(x)
+        assert not torch.equal(rounded, exact(x, base.weight, base.bias))
+    assert torch.equal(base(x), exact(x, base.weight, base.bias)), "with gradients it trains"
+
+
 def test_weight_stored_in_the_other_format_is_left(undo: Undo) -> None:
     stored, plain = nn.ModuleList([nn.Linear(32, 32).requires_grad_(False)]), nn.Linear(32, 32).requires_grad_(False)
     store(stored, "int8")

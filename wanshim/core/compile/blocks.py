@@ -61,6 +61,8 @@ class CompiledBlocks:
             cannot read them out of a tensor. Other numbers compile a graph for any.
         outside: path in a block to the submodule of a submodule that runs outside of graphs; or the function that a
             submodule calls, by module and name. Default: none.
+        alike: processes that compute the same have the same bits: each size is a graph of its own, whatever came
+            before it, and no kernel is chosen by its time.
         on_fallback: takes the cause, in one line, for which a graph or all blocks of a class are computed without the
             compiler. A graph that has no kernels runs as the operators in it, so that nothing is computed twice and
             ranks exchange as before. None: it is raised, and no block runs in pieces or without the compiler.
@@ -76,15 +78,17 @@ class CompiledBlocks:
         *,
         outside: str | None = None,
         by_value: Collection[str] = (),
+        alike: bool = False,
         on_fallback: Callable[[str], None] | None = None,
     ) -> None:
         self.count = CompileCount()
-        self._on_fallback, self._by_value = on_fallback, by_value
+        self._on_fallback, self._by_value, self._alike = on_fallback, by_value, alike
         self._graphs_of_a_block = 1 if outside is None else 4
         self._break: str | None = None  # why a graph ended before its block, or the submodule outside, did
         self._lock = threading.Lock()
         self._on_device: Counter[torch.device | None] = Counter()
-        limits = torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS, accumulated_recompile_limit=4 * MOST_GRAPHS)
+        self._compiled: dict[tuple[type[nn.Module], Callable[..., Any]], Callable[..., Any]] = {}
+        limits = graph_limits()
         limits.__enter__()
         undo.add(partial(limits.__exit__, None, None, None))
         if outside is not None:  # or every break raises
@@ -92,15 +96,23 @@ class CompiledBlocks:
         owner, _, function = (outside or "").partition(":")
         if function:
             undo.replace(import_module(owner), function, outside_graphs)
-        compiled: dict[type[nn.Module], Callable[..., Any]] = {}
         for block in blocks:
-            kind = type(block)
-            if kind not in compiled:
-                graph = torch.compile(kind.forward, backend=self._compile, fullgraph=outside is None)
-                compiled[kind] = self._entered(graph, kind.forward, kind.__name__)
+            compiled = self.compiled(type(block), type(block).forward)
             if outside is not None and not function:
                 _keep_outside(block.get_submodule(outside), undo)
-            undo.set(block, {"forward": MethodType(compiled[kind], block)})
+            undo.set(block, {"forward": MethodType(compiled, block)})
+
+    def compiled(self, kind: type[nn.Module], forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward of blocks of a class, compiled. Its caller may have to raise `graph_limits`."""
+        if (kind, forward) not in self._compiled:
+            graph = torch.compile(
+                forward,
+                backend=self._compile,
+                fullgraph=self._graphs_of_a_block == 1,
+                dynamic=False if self._alike else None,
+            )
+            self._compiled[kind, forward] = self._entered(graph, forward, kind.__name__)
+        return self._compiled[kind, forward]
 
     def _watch_breaks(self, undo: Undo) -> None:
         """See each break of our own graphs, also where nothing was computed before it and so no graph ends.
@@ -127,7 +139,7 @@ class CompiledBlocks:
         start = time.perf_counter()
         device = next((x.device for x in inputs if isinstance(x, torch.Tensor)), None)
         try:
-            with _backward_too():
+            with _backward_too(), _without_timing() if self._alike else contextlib.nullcontext():
                 result: Callable[..., Any] = self._or_eager(compile_fx(graph, inputs), graph)
         except Exception as error:
             if self._on_fallback is None or is_memory(error):
@@ -207,13 +219,18 @@ class CompiledBlocks:
         return forward
 
 
+def graph_limits() -> contextlib.AbstractContextManager[Any]:
+    """As many graphs as blocks of a class may need."""
+    return torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS, accumulated_recompile_limit=4 * MOST_GRAPHS)
+
+
 @cache
 def compiler_refusal(device: torch.device) -> str | None:
     """Why nothing can be compiled for this device, or None: a small function is compiled and run, forward and backward.
     A compiler, Python's headers, Triton's assembler and a folder for kernels are there, or this shows it."""
     try:
-        x = torch.ones(4, 16, device=device, requires_grad=True)
-        with _backward_too():
+        with torch.inference_mode(False), torch.enable_grad(), _backward_too():
+            x = torch.ones(4, 16, device=device, requires_grad=True)
             torch.compile(_small, fullgraph=True)(x).backward()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -242,6 +259,14 @@ def _backward_too() -> contextlib.AbstractContextManager[Any]:
     config = torch._functorch.config
     name = "force_non_lazy_backward_lowering"
     return config.patch(name, True) if hasattr(config, name) else contextlib.nullcontext()
+
+
+def _without_timing() -> contextlib.AbstractContextManager[Any]:
+    """No reduction is chosen by its time, which differs from process to process, and its order with it."""
+    import torch._inductor.config as config
+
+    has_it = hasattr(config, "deterministic")
+    return config.patch(deterministic=True) if has_it else contextlib.nullcontext()  # type: ignore[no-any-return]
 
 
 def _broken(name: str, reason: str) -> WanshimError:

@@ -23,6 +23,8 @@ from wanshim.core.eight_bit.product import FORMATS, MULTIPLE, Format, quantize_r
 from wanshim.errors import PlacementInvalid
 from wanshim.undo import Undo
 
+NARROW = 8  # of a product this much narrower than long, the quantisation takes more than eight bits save
+
 
 @dataclass(frozen=True)
 class EightBitCount:
@@ -42,7 +44,7 @@ class _EightBitLinear(nn.Linear):
         return copyreg._reconstructor, (nn.Linear, object, None), self.__getstate__()  # type: ignore[attr-defined]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if self.weight.requires_grad:  # trained since
+        if _trains(self.weight):  # since then
             return super().forward(input)
         kind = input.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
@@ -71,8 +73,9 @@ def compute_in_eight_bits(modules: Iterable[nn.Module], name: str, undo: Undo) -
 
     A weight that torchao stores in the same format, with a scale a row, is used as it is. Any other is quantised in
     each call, which takes about a hundredth of the product's time and no memory that lasts, so that weights may move
-    between calls. Trained Linears, such as LoRA's, those whose sizes are no multiples of 16, and those stored in
-    another format stay as they are. Biases are added in the activation's dtype.
+    between calls. Linears that train, narrow ones such as LoRA's, those whose sizes are no multiples of 16, and those
+    stored in another format stay as they are. Biases are added in the activation's dtype. Without gradients, as in
+    generation, every weight is frozen.
 
     Args:
         name: of a format: `float8` or `int8`.
@@ -103,12 +106,18 @@ def takes_eight_bits(modules: Iterable[nn.Module], name: str) -> bool:
 
 def _takes(linear: nn.Linear, format: Format) -> bool:
     weight = linear.weight
-    if type(linear) is not nn.Linear or weight.requires_grad or any(size % MULTIPLE for size in weight.shape):
+    if type(linear) is not nn.Linear or _trains(weight) or any(size % MULTIPLE for size in weight.shape):
+        return False
+    if NARROW * min(weight.shape) < max(weight.shape):
         return False
     if not is_traceable_wrapper_subclass(weight):
         return weight.dtype.is_floating_point and weight.dtype.itemsize > 1
     stored = getattr(weight, "qdata", None)
     return stored is not None and stored.dtype == format.dtype and weight.scale.shape == (weight.size(0), 1)
+
+
+def _trains(weight: torch.Tensor) -> bool:
+    return weight.requires_grad and torch.is_grad_enabled()
 
 
 class _Product(torch.autograd.Function):

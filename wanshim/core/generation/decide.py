@@ -58,6 +58,8 @@ def _with_weights(job: GenerationJob, limits: Limits, weights: int) -> Generatio
         streamed=weights != job.weights,
         peaks=peaks if job.working is not None and (chosen != (1, 1) or job.own_streamed is not None) else {},
         rejected=rejected,
+        fast_forwards=job.fast_forwards,
+        fast_vae=job.fast_vae,
     )
 
 

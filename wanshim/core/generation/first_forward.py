@@ -1,5 +1,5 @@
 """The first forward of a new copy in each worker, compared with this process's on a few tokens, or on all if
-torch.compile has compiled it.
+it is compiled.
 
 A copy has a model's weights and attributes. What its code reads beside them may be set in this process alone: a table
 of kernels, a registry, a variable that was read at an import. Then a worker fails, or computes other values.
@@ -41,18 +41,21 @@ def few_tokens(same: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     return tree_map_only(torch.Tensor, cut, (args, kwargs))  # type: ignore[no-any-return]
 
 
-def compare(workers: Workers, count: int, forward: Forward, args: Any, kwargs: Any) -> None:
+def compare(workers: Workers, count: int, forward: Forward, args: Any, kwargs: Any, *, whole: bool) -> None:
     """Have the first workers, which hold the forward's modules, compute it on a few tokens.
+
+    Args:
+        whole: on all tokens, of each size: it is compiled for sizes.
 
     Raises:
         NotShared: one of them cannot, or its result is another than this process's.
     """
     proven = [workers.proven[workers.key(module)] for module in forward.modules.values()]
-    sizes = tuple(t.shape for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and forward.is_compiled)
+    sizes = tuple(t.shape for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and whole)
     if forward.few is None or all(sizes in each for each in proven):
         return
     try:
-        if not forward.is_compiled:
+        if not whole:
             args, kwargs = forward.few(args, kwargs)
         mine = tree_leaves(forward.function(*args, **kwargs))
     except Exception:  # no forward of so few tokens, or of this size

@@ -14,11 +14,15 @@ class Request:
         gpus: how many, the pipeline's own included; None: all in sight.
         devices: which, the pipeline's own first; None: its own and the next ones.
         at_most: over how many GPUs guidance may go, and the tokens of a forward; None: whatever uses the most GPUs.
+        fast_forwards: forwards are computed by what is faster and changes bits.
+        fast_vae: likewise decodes and encodes.
     """
 
     gpus: int | None = None
     devices: tuple[str, ...] | None = None
     at_most: tuple[int, int] | None = None
+    fast_forwards: bool = False
+    fast_vae: bool = False
 
     @property
     def asks_for_one(self) -> bool:
@@ -43,6 +47,7 @@ class GenerationJob:
         working: bytes that a forward needs beside them, on one GPU; None: not known.
         at_most: see Request.
         why_one: why there is one device alone, if there is.
+        fast_forwards, fast_vae: see Request.
     """
 
     pipeline: str
@@ -57,6 +62,8 @@ class GenerationJob:
     working: int | None = None
     at_most: tuple[int, int] | None = None
     why_one: str = ""
+    fast_forwards: bool = False
+    fast_vae: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ class GenerationPlan:
         streamed: the other GPUs have blocks of the models as they are needed, from host memory.
         peaks: predicted bytes of models and forwards on each device; empty where they are not known.
         rejected: by way, why it was not taken.
+        fast_forwards, fast_vae: see Request.
     """
 
     pipeline: str
@@ -38,16 +39,19 @@ class GenerationPlan:
     streamed: bool = False
     peaks: Mapping[str, int] = field(default_factory=dict)
     rejected: Mapping[str, str] = field(default_factory=dict)
+    fast_forwards: bool = False
+    fast_vae: bool = False
 
     @property
     def gpus(self) -> int:
         return self.guidance * self.sequence
 
     def __str__(self) -> str:
-        exact = f"bit for bit the frames of {'one GPU' if self.gpus > 1 else 'the script alone'}"
+        alone = ("one GPU" if self.gpus > 1 else "the script alone") + " with the same fast blocks" * self.fast_forwards
+        exact = f"bit for bit the {'latents' if self.fast_vae else 'frames'} of {alone}"
         if self.sequence > 1:
             guidance = "guidance over GPUs changes no bit, " * (self.guidance > 1)
-            exact = f"the frames of one GPU up to rounding ({guidance}tokens over GPUs round in another order)"
+            exact = f"the frames of {alone} up to rounding ({guidance}tokens over GPUs round in another order)"
         lines = [f"{self.pipeline} on {', '.join(self.devices)}: {describe(self.guidance, self.sequence)}, {exact}"]
         own = f"{self.devices[0]} streams blocks of its models from host memory, where the script offloads them"
         lines += [own] * self.replaces_offload

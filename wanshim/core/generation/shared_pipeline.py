@@ -345,7 +345,7 @@ class _Call:
             try:
                 workers, size = self._workers_for_vae(vae, given.device)
                 self.is_busy = True
-                result = together.run(workers, size, vae, verb, given)
+                result = together.run(workers, size, vae, verb, given, fast=self._shared.request.fast_vae)
             except Exception as error:
                 if not isinstance(error, VaeFallback):
                     logger.warning("wanshim: the %s is left to this process: %s", verb, cause_of(error))
@@ -371,7 +371,7 @@ class _Call:
         with contextlib.suppress(VaeFallback, NotShared):
             workers, size = self._workers_for_vae(vae, device_of([vae]))
             self.is_busy = True
-            together.prepare(workers, size, vae)
+            together.prepare(workers, size, vae, fast=self._shared.request.fast_vae)
         self.is_busy = False
 
     def _workers_for_vae(self, vae: nn.Module, device: torch.device) -> tuple[Workers, int]:
@@ -489,7 +489,9 @@ class _Call:
         self._hold(forward.used(args, kwargs), workers)
         self._here(forward, forward.function, args, kwargs)  # for the comparison
         with self._without_replacements():
-            compare(workers, self._plan.gpus - 1, forward, args, kwargs)
+            # blocks whose tokens go over GPUs are not compiled
+            whole = forward.is_compiled or (self._shared.request.fast_forwards and self._plan.sequence == 1)
+            compare(workers, self._plan.gpus - 1, forward, args, kwargs, whole=whole)
         args, kwargs = forward.as_sent(args, kwargs)
         if len(half.ranks) == 1:
             return [workers.call(half.ranks[0] - 1, forward.function, *args, **kwargs)]
@@ -559,6 +561,8 @@ class _Call:
             own_streamed=None if self._binding.offload is None or not any(parts) else rest + sum(at_once),
             streamed=None if None in parts else rest + sum(filter(None, parts)),
             working=working,
+            fast_forwards=self._shared.request.fast_forwards,
+            fast_vae=self._shared.request.fast_vae,
         )
         free = {str(device): available_bytes(device) for device in self._devices[1:]}
         models = list(self._binding.modules.values())

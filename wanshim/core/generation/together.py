@@ -21,19 +21,20 @@ VERBS = ("decode", "encode")
 _KNOWN: WeakKeyDictionary[Any, dict[tuple[Any, ...], ParallelVae]] = WeakKeyDictionary()  # by VAE, of this process
 
 
-def of(vae: Any, verb: str, file: int, number: int, rank: int, size: int, deadline: float) -> ParallelVae:
+def of(vae: Any, verb: str, file: int, number: int, rank: int, size: int, deadline: float, fast: bool) -> ParallelVae:
     """The VAE as process `rank` of `size` computes it. Only process 0 gets the result.
 
     Args:
         file: descriptor of a file that these processes alone have.
         number: of the VAE among the models that they hold.
+        fast: by the operators that are close to the framework's, not equal.
     """
-    key, made = (verb, file, size), _KNOWN.setdefault(vae, {})
+    key, made = (verb, file, size, fast), _KNOWN.setdefault(vae, {})
     if key not in made:
         for other in [each for each in made if each[0] == verb]:  # of workers that are gone, or another number of them
             made.pop(other).release()
         group = Group.of_file(file, f"vae-{verb}-{size}-{number}", range(size), rank)
-        options = VaeOptions(engines=False, output=OutputSpec(ranks=(0,)))
+        options = VaeOptions(strict=not fast, engines=False, output=OutputSpec(ranks=(0,)))
         options = replace(options, deadline=min(deadline, options.deadline))
         made[key] = ParallelVae(find_binding(vae, verb).graph, group, options)
     return made[key]
@@ -46,20 +47,20 @@ def weights_changed(vae: Any) -> None:
 
 
 def compute(
-    vae: Any, verb: str, file: int, number: int, rank: int, size: int, deadline: float, given: torch.Tensor
+    vae: Any, verb: str, file: int, number: int, rank: int, size: int, deadline: float, fast: bool, given: torch.Tensor
 ) -> None:
     """A worker's part."""
     with contextlib.suppress(VaeFallback, ModelInvalid, RanksFailed):  # of all processes: 0 goes on without the workers
-        of(vae, verb, file, number, rank, size, deadline)(given)
+        of(vae, verb, file, number, rank, size, deadline, fast)(given)
 
 
-def connect(vae: Any, file: int, number: int, rank: int, size: int, deadline: float) -> None:
+def connect(vae: Any, file: int, number: int, rank: int, size: int, deadline: float, fast: bool) -> None:
     """A worker's part of `prepare`."""
     with contextlib.suppress(VaeFallback):
-        of(vae, "decode", file, number, rank, size, deadline).connect()
+        of(vae, "decode", file, number, rank, size, deadline, fast).connect()
 
 
-def prepare(workers: Workers, size: int, vae: Any) -> None:
+def prepare(workers: Workers, size: int, vae: Any, *, fast: bool) -> None:
     """Have the processes, which hold the VAE, connect for a decode, and compile its kernels from now on.
 
     Raises:
@@ -67,14 +68,15 @@ def prepare(workers: Workers, size: int, vae: Any) -> None:
         WorkersFailed: a worker failed.
     """
     file, number = workers.file, workers.key(vae)
-    parallel = of(vae, "decode", file, number, 0, size, workers.deadline)
+    parallel = of(vae, "decode", file, number, 0, size, workers.deadline, fast)
     calls = [
-        workers.call(rank - 1, connect, vae, file, number, rank, size, workers.deadline) for rank in range(1, size)
+        workers.call(rank - 1, connect, vae, file, number, rank, size, workers.deadline, fast)
+        for rank in range(1, size)
     ]
     _with_replies(calls, parallel, parallel.connect)
 
 
-def run(workers: Workers, size: int, vae: Any, verb: str, given: torch.Tensor) -> torch.Tensor:
+def run(workers: Workers, size: int, vae: Any, verb: str, given: torch.Tensor, *, fast: bool) -> torch.Tensor:
     """Decode or encode by this process and the first workers, which hold the VAE.
 
     Args:
@@ -85,10 +87,10 @@ def run(workers: Workers, size: int, vae: Any, verb: str, given: torch.Tensor) -
         WorkersFailed: a worker failed.
     """
     file, number = workers.file, workers.key(vae)
-    parallel = of(vae, verb, file, number, 0, size, workers.deadline)
+    parallel = of(vae, verb, file, number, 0, size, workers.deadline, fast)
     parallel.refuse_traced(given)
     calls = [
-        workers.call(rank - 1, compute, vae, verb, file, number, rank, size, workers.deadline, given)
+        workers.call(rank - 1, compute, vae, verb, file, number, rank, size, workers.deadline, fast, given)
         for rank in range(1, size)
     ]
     return _with_replies(calls, parallel, partial(parallel, given))
