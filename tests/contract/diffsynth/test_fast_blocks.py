@@ -20,21 +20,18 @@ import torch
 
 import wanshim
 from tests.compiling import use_aot_eager
-from tests.contract.diffsynth import variants, wan_pipelines
+from tests.contract.diffsynth import wan_pipelines
 from tests.contract.diffsynth.wan_pipelines import generate
 from wanshim.reporting import ReportRow
 
 pytestmark = pytest.mark.timeout(600)
 NAME = "diffsynth.fast_blocks"
-SIZE = variants.Size(
-    {"dim": 48, "ffn_dim": 64, "text_dim": 32, "freq_dim": 16, "num_heads": 2, "num_layers": 2}, (2, 8, 8), (0, 1), 5
-)
 
 
 @pytest.fixture(autouse=True)
 def sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Multiples of 16, as eight-bit products need, and int8, which every CPU multiplies."""
-    monkeypatch.setattr(wan_pipelines, "SIZE", SIZE)
+    monkeypatch.setattr(wan_pipelines, "SIZE", wan_pipelines.SIXTEENS)
     monkeypatch.setenv("WANSHIM_COMPUTE", "int8")
     use_aot_eager(monkeypatch)
     torch._dynamo.reset()
@@ -172,10 +169,10 @@ def test_a_pipeline_that_was_made_before_is_served(monkeypatch: pytest.MonkeyPat
 
 SCRIPT = """
     import sys, torch
-    from tests.contract.diffsynth import test_fast_blocks, wan_pipelines
+    from tests.contract.diffsynth import wan_pipelines
 
     torch.set_num_threads(1)
-    wan_pipelines.SIZE = test_fast_blocks.SIZE
+    wan_pipelines.SIZE = wan_pipelines.SIXTEENS
     pipe = wan_pipelines.MADE["t2v"]()
     torch.save([wan_pipelines.generate(pipe, "t2v", **size) for size in ({}, {"num_frames": 9})], sys.argv[1])
 """

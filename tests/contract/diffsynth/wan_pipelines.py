@@ -13,6 +13,9 @@ from tests.contract.diffsynth.vae import make_vae
 SIZE = variants.Size(
     {"dim": 60, "ffn_dim": 64, "text_dim": 32, "freq_dim": 16, "num_heads": 5, "num_layers": 2}, (2, 8, 8), (0, 1), 5
 )
+SIXTEENS = variants.Size(  # widths that eight-bit products need
+    {"dim": 48, "ffn_dim": 64, "text_dim": 32, "freq_dim": 16, "num_heads": 2, "num_layers": 2}, (2, 8, 8), (0, 1), 5
+)
 
 
 class Tokenizer:

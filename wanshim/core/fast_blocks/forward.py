@@ -181,14 +181,16 @@ class FastForward:
             compiles = False
             reasons.append(why)
         if format is None and not compiles:
-            raise Fallback("; ".join(dict.fromkeys(reasons)) or "neither WANSHIM_COMPILE nor WANSHIM_COMPUTE is on")
+            raise Fallback(
+                "; ".join(dict.fromkeys(reasons)) or "neither compiled blocks nor products in eight bits are on"
+            )
         return format, compiles
 
     def _left_out(self, field: str, what: str, why: str) -> None:
         if field in self._options.strict:
             from wanshim.errors import FeatureUnavailable
 
-            raise FeatureUnavailable(f"{what}: {why}", hint="Change that, or run without WANSHIM_STRICT")
+            raise FeatureUnavailable(f"{what}: {why}", hint="Change that, or run without strict")
         self._left(what, why)
 
     def _exact(
