@@ -57,7 +57,8 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found - expected).norm() / expected.norm()).item()
 
 
-@pytest.mark.parametrize("kind", ["t2v", "pair", "vace"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["t2v", *(pytest.param(kind, marks=pytest.mark.sweep) for kind in ("pair", "vace"))])
 def test_frames_are_near_the_exact_ones_and_the_distance_is_said(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = wan_pipelines.MADE[kind]()
     expected = generate(pipe, kind)
@@ -73,7 +74,8 @@ def test_frames_are_near_the_exact_ones_and_the_distance_is_said(kind: str, monk
     assert torch.equal(expected, generate(pipe, kind)), "nothing is left in the models"
 
 
-@pytest.mark.parametrize("kind", ["pair", "vace"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["pair", pytest.param("vace", marks=pytest.mark.sweep)])
 def test_two_processes_have_the_frames_of_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = wan_pipelines.MADE[kind]()
     activate(monkeypatch, COMPILE="0")
@@ -85,6 +87,8 @@ def test_two_processes_have_the_frames_of_one(kind: str, monkeypatch: pytest.Mon
     assert "guidance over 2, bit for bit the frames of one GPU with the same fast blocks" in notes
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
 def test_merged_guidance_is_of_its_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = wan_pipelines.MADE["t2v"]()
     exact = generate(pipe, "t2v", cfg_merge=True)
@@ -145,7 +149,9 @@ LEFT: dict[str, tuple[Callable[[Any], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", LEFT)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if "compiled" in name else name for name in LEFT]
+)
 def test_what_cannot_be_fast_is_diffsynths_own_and_the_report_says_why(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,6 +185,7 @@ SCRIPT = """
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_an_unmodified_script_has_the_same_frames_by_fast_on_one_and_two(tmp_path: Path) -> None:
     """Blocks compiled by inductor, in the script's process and in its worker."""
     script, made = tmp_path / "generate.py", {}

@@ -22,7 +22,7 @@ pytest.importorskip("diffsynth.models.minimax_h3_dit", reason="this release has 
 from tests.contract.diffsynth import minimax_h3
 
 # each takes some 20 seconds of imports; of either family the code is judged in tests/contract/unlisted.py, too
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.sweep, pytest.mark.timeout(600)]
 
 CODE = {
     "MiniMax-H3": "diffsynth.models.minimax_h3_dit:MiniMaxH3DiTBlock.forward",
@@ -77,7 +77,7 @@ def written(folder: Path) -> bytes:
     return file.read_bytes()
 
 
-@pytest.mark.parametrize("family", ["MiniMax-H3", pytest.param("Wan", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("family", ["MiniMax-H3", "Wan"])
 def test_changed_family_is_refused_by_name_and_the_other_trains(family: str, tmp_path: Path) -> None:
     other = next(name for name in CODE if name != family)
     framework = changed(family, tmp_path / "framework")
@@ -99,7 +99,6 @@ def test_changed_family_is_refused_by_name_and_the_other_trains(family: str, tmp
     assert "Loading models from" not in found.stdout + found.stderr
 
 
-@pytest.mark.sweep
 def test_changed_family_trains_as_with_the_framework_alone_where_the_plan_is_left_to_wanshim(tmp_path: Path) -> None:
     framework = changed("Wan", tmp_path / "framework")
     done = run(job("Wan", tmp_path, "left"), framework, DEVICES="cpu,cpu")

@@ -55,7 +55,11 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found - expected).norm() / expected.norm()).item()
 
 
-@pytest.mark.parametrize("kind", ["wan", "wan22", "ti2v", "i2v", "vace", "animate"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind",
+    ["wan", *(pytest.param(kind, marks=pytest.mark.sweep) for kind in ("wan22", "ti2v", "i2v", "vace", "animate"))],
+)
 def test_frames_are_near_the_exact_ones_and_the_distance_is_said(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind in ("vace", "animate") and not hasattr(diffusers, "WanAnimateTransformer3DModel"):
         pytest.skip("before 0.36 VACE takes no list of prompts, and there is no Animate")
@@ -102,6 +106,7 @@ def test_products_alone_and_graphs_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not any("compiled" in note for note in row().notes)
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_frames_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """By guidance bit for bit; blocks whose tokens go over GPUs are not compiled, and it is said."""
     pipe = wan_pipelines.wan22()
@@ -137,7 +142,8 @@ def lora_steps(pipe: Any) -> list[tuple[str, Callable[[], object]]]:
     ]
 
 
-@pytest.mark.parametrize("gpus", ["1", "2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("gpus", [pytest.param("1", marks=pytest.mark.sweep), "2"])
 def test_lora_loaded_scaled_swapped_fused_and_removed_between_calls(gpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pipe, twin = wan_pipelines.wan(), wan_pipelines.wan()
     before = generate(twin, "wan")
@@ -169,7 +175,10 @@ OFFLOADS: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", OFFLOADS)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.sweep) if name != "model" else name for name in OFFLOADS]
+)
 def test_what_the_script_offloads_has_the_same_frames(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streamed in place of that, the blocks are fast; its own hooks inside the blocks would leave them as they are."""
     pipe = wan_pipelines.wan()
@@ -181,7 +190,7 @@ def test_what_the_script_offloads_has_the_same_frames(name: str, monkeypatch: py
     assert any("streams blocks" in note for note in wanshim.report().row("diffusers.generate").notes)
 
 
-@pytest.mark.parametrize("gpus", ["1", "2"])
+@pytest.mark.parametrize("gpus", ["1", pytest.param("2", marks=[pytest.mark.slow, pytest.mark.sweep])])
 def test_a_step_cache_keeps_what_fast_blocks_compute(gpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from diffusers.hooks import FirstBlockCacheConfig
 
@@ -211,7 +220,9 @@ LEFT: dict[str, tuple[Callable[[Any], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", LEFT)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if "compiled" in name else name for name in LEFT]
+)
 def test_what_cannot_be_fast_is_diffusers_own_and_the_report_says_why(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,6 +236,7 @@ def test_what_cannot_be_fast_is_diffusers_own_and_the_report_says_why(
     assert any(text in reason for reason in row().fallbacks), row()
 
 
+@pytest.mark.slow
 def test_hooks_of_the_program_run_once_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe, calls = wan_pipelines.wan(), []
     pipe.transformer.blocks[0].register_forward_hook(lambda *_: calls.append(1))
@@ -250,6 +262,7 @@ def test_a_forward_with_gradients_and_another_model_have_their_bits(monkeypatch:
     assert [*row().fallbacks] == ["QwenImageTransformer2DModel: its blocks are not known"]
 
 
+@pytest.mark.slow
 def test_a_device_without_the_format_is_named_and_under_strict_it_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     from wanshim.core.fast_blocks import forward
 
@@ -283,6 +296,7 @@ SCRIPT = """
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.road
 def test_an_unmodified_script_has_the_same_latents_by_fast_on_one_and_two(tmp_path: Path) -> None:
     """Blocks compiled by inductor, in the script's process and in its worker."""
