@@ -185,6 +185,7 @@ TABLES = {
     "generation": lambda _: generation_tables.generation_table(),
     "generation whole": lambda _: generation_tables.whole_table(),
     "generation blocks": lambda _: generation_tables.blocks_table(),
+    "generation fast": lambda _: generation_tables.fast_table(),
     "generation offload": lambda _: generation_tables.offload_table(),
     "generation script": lambda _: generation_tables.script_table(),
     "generation workers": lambda _: generation_tables.worker_table(),

@@ -221,7 +221,7 @@ class FastForward:
         self._note(f"{type(model).__name__} of {size}: the first forward is {off:.2%} off the exact one{compiled}")
         self._distances.append(off)
         least, most = min(self._distances), max(self._distances)
-        between = f"{least:.2%}" if least == most else f"{least:.2%} to {most:.2%}"
+        between = " to ".join(dict.fromkeys((f"{least:.2%}", f"{most:.2%}")))
         self._close(f"first forwards {between} off the exact ones")
 
 
