@@ -47,6 +47,16 @@ def direct_forward_to_compile() -> tuple[Any, tuple[Any, ...]]:
     return tiny_model(), arguments()
 
 
+def model_fn_to_compile() -> tuple[Any, tuple[Any, ...]]:
+    from functools import partial
+
+    from diffsynth.pipelines import wan_video
+
+    from tests.contract.diffsynth import wan
+
+    return partial(wan_video.model_fn_wan_video, tiny_model(), **wan.inputs("t2v")), ()
+
+
 def forward_by_kernels() -> Any:
     """A forward in fp16, by kernels that Triton interprets on the CPU."""
     import pytest

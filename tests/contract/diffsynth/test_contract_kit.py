@@ -61,6 +61,7 @@ CONTRACTS = (
     contract(
         feature="diffsynth.generate",
         call=f"{CALLS}:generate_tiny",
+        graph=f"{CALLS}:model_fn_to_compile",
         calls={"diffsynth.pipelines.wan_video:WanVideoPipeline.__call__": 1},  # what is watched counts other calls
     ),
     contract(feature="diffsynth.gradient_accumulation", call=f"{TRAINING}:train_two_accumulated", modules=RUNNER),

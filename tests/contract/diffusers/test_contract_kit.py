@@ -21,6 +21,8 @@ CONTRACTS = (
     Contract(
         feature="diffusers.generate",
         call="tests.contract.diffusers.calls:generate_tiny",
+        graph="tests.contract.diffusers.calls:forward_to_compile",
+        instance="tests.contract.diffusers.calls:transformer_and_block",
         calls={"diffusers.pipelines.wan.pipeline_wan:WanPipeline.__call__": 1},  # what is watched counts other calls
         timeout_s=1600.0,
     ),
