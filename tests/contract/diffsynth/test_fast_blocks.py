@@ -98,7 +98,7 @@ def test_merged_guidance_is_of_its_own_size(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(measured()) == 2
 
 
-@pytest.mark.parametrize("gpus", ["1", "2"])
+@pytest.mark.parametrize("gpus", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_lora_that_is_fused_between_calls(gpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = wan_pipelines.MADE["t2v"]()
     activate(monkeypatch, gpus, COMPILE="0")
