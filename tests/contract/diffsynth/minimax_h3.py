@@ -100,8 +100,11 @@ def arguments(**changed: Any) -> dict[str, Any]:
     return {**SIZE, "num_inference_steps": 3, "seed": 1, "text_embedding": text, "negative_prompt": None, **changed}
 
 
-def cached(number: int, pipe: MiniMaxH3Pipeline, text: int = 5, **size: int) -> tuple[dict[str, Any], ...]:
-    """A sample that `--task sft:data_process` has made: latents, prompt, and how they are packed."""
+def cached(
+    number: int, pipe: MiniMaxH3Pipeline, text: int = 5, references: int = 0, **size: int
+) -> tuple[dict[str, Any], ...]:
+    """A sample that `--task sft:data_process` has made: latents, prompt, images for reference, and how they are
+    packed."""
     given = SIZE | size
     generator = torch.Generator().manual_seed(number)
 
@@ -118,10 +121,14 @@ def cached(number: int, pipe: MiniMaxH3Pipeline, text: int = 5, **size: int) -> 
         "audio_latents": audio,
         "text_embedding": noise(text, 32),
     }
+    kept = dict(given)
+    if references:  # as the unit before has encoded them
+        image = {"kind": "image", "latent_t": 1, "latent_h": 4, "latent_w": 6, "ref_audio_t": 0}
+        shared |= {"ref_blocks": [image] * references, "ref_visual_anchor": noise(6 * references, 96)}
+        kept["ref_visual_anchor"] = shared["ref_visual_anchor"]
     inputs: Any = (shared, {"prompt": None}, {})
     for unit in pipe.units[-4:-1]:  # of references, prompts and packing
         inputs = pipe.unit_runner(unit, pipe, *inputs)
-    kept = {name: given[name] for name in given}
     return {**kept, "cfg_scale": 1, "input_latents": latents, "audio_input_latents": audio}, *inputs[1:]
 
 

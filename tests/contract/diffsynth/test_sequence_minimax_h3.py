@@ -28,6 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "not recomputed": {"recomputed": False},
     "guidance": {"cfg_scale": 2.0},
+    "references": {"sizes": {number: {"references": 1 + number} for number in range(4)}},
     "streamed": {"streamed": 3},
     "comfy": {"kind": MiniMaxH3DiTComfy},
     "comfy, pruned": {"kind": MiniMaxH3DiTComfyPruned},
@@ -37,7 +38,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def made(kind: str) -> h3.Training:
     given = KINDS[kind]
     model = h3.lora_model(torch.float32, given.get("kind", minimax_h3_dit.MiniMaxH3DiT))
-    module = h3.Training(h3.pipe_of(model), sizes=SIZES, cfg_scale=given.get("cfg_scale", 1.0))
+    module = h3.Training(h3.pipe_of(model), sizes=given.get("sizes", SIZES), cfg_scale=given.get("cfg_scale", 1.0))
     module.use_gradient_checkpointing = given.get("recomputed", True)
     if "streamed" in given:
         stream_model(model, "cpu", count=given["streamed"], blocks="blocks")
