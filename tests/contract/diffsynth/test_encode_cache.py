@@ -573,11 +573,14 @@ def _another_prompt(cache: Path, data: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("change", "encodes"),
     [
         (_gone, 1),
-        *(pytest.param(*one, marks=pytest.mark.sweep) for one in ((_damaged, 1), (_touched, 0), (_another_prompt, 1))),
+        (_damaged, 1),
+        (_touched, 0),
+        (_another_prompt, 1),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
@@ -609,11 +612,12 @@ def _with_an_operator_of_its_own() -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("samples", "reason"),
     [
         (_with_an_operator_of_its_own, "the dataset loads samples by _with_an_operator_of_its_own.<locals>.<lambda>"),
-        pytest.param(_of_its_own_class, "Flipped is not DiffSynth's UnifiedDataset", marks=pytest.mark.sweep),
+        pytest.param(_of_its_own_class, "Flipped is not DiffSynth's UnifiedDataset"),
     ],
     ids=["operator", "class"],
 )
@@ -665,6 +669,7 @@ def _until(done: Callable[[], object], seconds: float = 120.0) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(600)
 def test_ctrl_c_while_samples_are_encoded_ends_both_ranks_and_keeps_what_is_done(tmp_path: Path) -> None:
     """As in a terminal: every process of the command gets the signal, those that read samples, too."""

@@ -60,7 +60,7 @@ def lora(pipe: Any, seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=[pytest.mark.slow, pytest.mark.sweep])])
 def test_loras_that_are_loaded_hot_go_along(gpus: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """As a service loads another LoRA for each video."""
     made = []

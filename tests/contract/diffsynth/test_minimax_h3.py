@@ -486,6 +486,7 @@ GENERATES = """
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_generation_of_an_unmodified_script_is_that_of_one_process_by_one_command(tmp_path: Path) -> None:
     script = tmp_path / "generate.py"
     script.write_text(dedent(GENERATES))
