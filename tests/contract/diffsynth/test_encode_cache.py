@@ -617,7 +617,7 @@ def _with_an_operator_of_its_own() -> Any:
     ("samples", "reason"),
     [
         (_with_an_operator_of_its_own, "the dataset loads samples by _with_an_operator_of_its_own.<locals>.<lambda>"),
-        pytest.param(_of_its_own_class, "Flipped is not DiffSynth's UnifiedDataset"),
+        (_of_its_own_class, "Flipped is not DiffSynth's UnifiedDataset"),
     ],
     ids=["operator", "class"],
 )
