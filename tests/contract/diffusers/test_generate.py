@@ -114,14 +114,14 @@ def test_a_decode_is_prepared_behind_the_first_forward_and_its_vae_is_sent_once(
     pipe.vae.__dict__ = fresh
     prepare, run = together.prepare, together.run
 
-    def noted(workers: Workers, size: int, vae: Any) -> None:
-        prepare(workers, size, vae)
+    def noted(workers: Workers, size: int, vae: Any, **options: Any) -> None:
+        prepare(workers, size, vae, **options)
         (parallel,) = together._KNOWN[vae].values()
         found.append(("prepared", shared.shared_forwards - before, parallel._comm._peers is not None))
 
-    def held(workers: Workers, size: int, vae: Any, *args: Any) -> torch.Tensor:
+    def held(workers: Workers, size: int, vae: Any, *args: Any, **options: Any) -> torch.Tensor:
         found.append(workers._running.copies[0]._modules[workers.key(vae)])
-        return run(workers, size, vae, *args)
+        return run(workers, size, vae, *args, **options)
 
     monkeypatch.setattr(together, "prepare", noted)
     monkeypatch.setattr(together, "run", held)
