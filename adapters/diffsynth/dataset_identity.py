@@ -19,7 +19,7 @@ ROWS = {"data", "cached_data"}
 
 
 def dataset_identity(dataset: Any) -> list[Any]:
-    """As JSON; it is another one if a sample may be another one.
+    """The identity as JSON; it is another one if a sample may be another one.
 
     Raises:
         Fallback: nothing tells, short of reading the samples.
@@ -32,7 +32,7 @@ def dataset_identity(dataset: Any) -> list[Any]:
 
 
 def _described(value: Any) -> Any:
-    """What loads samples, as JSON."""
+    """A part of what loads samples, as JSON."""
     if isinstance(value, type):
         return f"type {value.__module__}.{value.__qualname__}"
     if type(value) in (list, tuple):

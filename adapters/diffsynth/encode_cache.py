@@ -169,7 +169,7 @@ class EncodedUnits:
             )
 
     def _identity_or_reason(self, unit: Any, original: Callable[..., Any]) -> str:
-        """Of a unit, or why its results are not kept."""
+        """The identity of a unit, or the reason why its results are not kept."""
         from wanshim.core.shared.fallback import Fallback
 
         try:
@@ -349,7 +349,7 @@ def encode_missing(call: TrainingCall, read: Settings, undo: Undo, report: Repor
     """
     from wanshim.adapters.diffsynth.splitting.side_models import is_movable, side_models_of
     from wanshim.core.encoding.directory import CacheUnavailable
-    from wanshim.core.shared.fallback import Fallback, cause_of
+    from wanshim.core.shared.fallback import cause_of
     from wanshim.core.shared.gpu_memory import give_back
     from wanshim.core.strategy import kept_on_all
 
@@ -363,8 +363,6 @@ def encode_missing(call: TrainingCall, read: Settings, undo: Undo, report: Repor
         samples = units.identity_of_samples(call)
     except CacheUnavailable:  # which is said when it is put behind for the training
         pass
-    except Fallback as reason:
-        report(f"each start reads every sample, to see what is encoded: {reason}")
     except Exception as error:
         report(f"each start reads every sample, to see what is encoded: {cause_of(error)}")
     kept = units is not None and bool(samples) and units.cache.is_complete(samples, *rank)

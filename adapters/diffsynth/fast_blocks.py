@@ -43,22 +43,17 @@ def blocks_of(dit: Any, *_: object, vace: Any = None, **__: object) -> list[Any]
 
 
 def exact(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[], Any] | str:
-    """What computes a forward beside that of the program, whose TeaCache keeps nothing of it."""
+    """A forward beside that of the program, whose TeaCache keeps nothing of it."""
     if kwargs.get("tea_cache") is not None:
         kwargs = {**kwargs, "tea_cache": copy.deepcopy(kwargs["tea_cache"])}
     return functools.partial(original, *args, **kwargs)
 
 
 def real_rotary(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
-    """`rope_apply` in real numbers where the frequencies are: inside the graphs."""
-    from wanshim.core.compile import rotate_pairs
+    """`rope_apply` of the graphs, as in training."""
+    from wanshim.adapters.diffsynth.splitting import wan
 
-    @functools.wraps(original)
-    def rope_apply(x: Any, freqs: Any, num_heads: int) -> Any:
-        turn = original if freqs.is_complex() else rotate_pairs
-        return turn(x, freqs, num_heads)
-
-    return rope_apply
+    return functools.wraps(original)(wan.real_rotary(original))
 
 
 FEATURE = Feature(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 from wanshim.adapters.diffsynth.training_road import FAMILIES
 from wanshim.patching import Feature, Kind, Seam, SeamState
-from wanshim.patching.pipeline_call import replace_call, say_not_served, start_ahead, watch_forward
+from wanshim.patching.pipeline_call import loading_seam, replace_call, say_not_served, start_ahead, watch_forward
 
 if TYPE_CHECKING:
     from wanshim.adapters.diffsynth.splitting.family import Denoising, Family
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 PIPELINE = "diffsynth.pipelines.wan_video:WanVideoPipeline"
 H3_PIPELINE = "diffsynth.pipelines.minimax_h3_audio_video:MiniMaxH3Pipeline"
-SERVED = {PIPELINE, H3_PIPELINE}
 DIT, H3_DIT = "diffsynth.models.wan_video_dit", "diffsynth.models.minimax_h3_dit"
 PROGRESS = "progress_bar_cmd"
 OF_A_CALL = {"sliding_window_size": "sliding_window_size: windows of frames overlap in one forward"}
@@ -83,7 +82,7 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
                 owner=pipe,
                 attribute="model_fn",
                 # by these names a worker finds it
-                function=with_kept_cache if cached else _own(denoising.function),
+                function=with_kept_cache if cached else own,
                 modules=parts,
                 empty=denoising.empty,
                 same=denoising.same,
@@ -141,14 +140,24 @@ def _served(pipe: Any) -> tuple[Family, Denoising]:
     Raises:
         NotShared: it is none that is known.
     """
-    from wanshim.adapters.diffsynth.splitting.refusals import FAMILIES
     from wanshim.core.generation import NotShared
 
-    classes = {f"{cls.__module__}:{cls.__qualname__}" for cls in type(pipe).__mro__}
-    for family in FAMILIES:
-        if family.denoising is not None and family.denoising.pipeline in classes:
-            return family, family.denoising
+    names = {f"{cls.__module__}:{cls.__qualname__}" for cls in type(pipe).__mro__}
+    served = _loops()
+    for name in names & served.keys():
+        return served[name]
     raise NotShared(f"{type(pipe).__name__} is no pipeline that is known")
+
+
+def _loops() -> dict[str, tuple[Family, Denoising]]:
+    """The loops that are served, and the families they are of, by the pipeline's class."""
+    from wanshim.adapters.diffsynth.splitting.refusals import FAMILIES
+
+    return {family.denoising.pipeline: (family, family.denoising) for family in FAMILIES if family.denoising}
+
+
+def _names(pipelines: Iterable[str]) -> str:
+    return " and ".join(sorted(name.split(":")[1] for name in pipelines))
 
 
 def _tokens(pipe: Any, family: Family) -> tuple[str, int]:
@@ -232,12 +241,12 @@ def _watch(function: str, *, required: bool) -> Seam:
 
 
 def _served_or_said(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
-    """What every pipeline loads its models by."""
+    """The function by which every pipeline loads its models."""
 
     def download_and_load_models(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if SERVED.isdisjoint(f"{cls.__module__}:{cls.__qualname__}" for cls in type(self).__mro__):
-            names = " and ".join(sorted(served.split(":")[1] for served in SERVED))
-            say_not_served(seam, type(self).__name__, f"of DiffSynth's pipelines {names} are served")
+        served = _loops()
+        if served.keys().isdisjoint(f"{cls.__module__}:{cls.__qualname__}" for cls in type(self).__mro__):
+            say_not_served(seam, type(self).__name__, f"of DiffSynth's pipelines {_names(served)} are served")
         return original(self, *args, **kwargs)
 
     return download_and_load_models
@@ -265,15 +274,11 @@ FEATURE = Feature(
         _seam(H3_PIPELINE, required=False),
         _watch("diffsynth.pipelines.wan_video:model_fn_wan_video", required=True),
         _watch("diffsynth.pipelines.minimax_h3_audio_video:model_fn_minimax_h3", required=False),
-        Seam(
+        loading_seam(
             "diffsynth.diffusion.base_pipeline:BasePipeline.download_and_load_models",
             _served_or_said,
-            kind=Kind.WRAPT,
-            passes_through=True,
-            required=False,
-            why="a pipeline that is not served denoises on one GPU, of however many the user asks for, without a word",
-            upstream="https://github.com/modelscope/DiffSynth-Studio: no issue is open",
-            remove_when="every pipeline of DiffSynth is served",
+            "DiffSynth",
+            "https://github.com/modelscope/DiffSynth-Studio",
         ),
     ),
     prepare=start_ahead(("diffsynth.pipelines.wan_video",)),

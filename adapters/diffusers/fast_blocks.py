@@ -33,7 +33,7 @@ def blocks_of(model: Any, *_: object, **__: object) -> list[Any] | str:
 
 
 def exact(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Callable[[], Any] | str:
-    """What computes a forward beside that of the program, whose hooks keep nothing of it."""
+    """A forward beside that of the program, whose hooks keep nothing of it; or why there is none."""
     from wanshim.adapters.diffusers import offload, step_cache
 
     if offload.is_offloaded(model):

@@ -18,7 +18,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from wanshim.patching import Feature, Kind, Seam, SeamState
-from wanshim.patching.pipeline_call import replace_call, say_not_served, start_ahead, watch_forward
+from wanshim.patching.pipeline_call import loading_seam, replace_call, say_not_served, start_ahead, watch_forward
 from wanshim.patching.probe import SourceTree
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ OF_A_WORKER = (  # what the models of their pipelines are made of
     "diffusers.models.autoencoders.autoencoder_kl_qwenimage",
 )
 TRANSFORMERS = ("transformer", "transformer_2")
+PROJECT = ("diffusers", "https://github.com/huggingface/diffusers")
 GUIDERS = ("guider", "guider_2")
 MODULAR = "diffusers.modular_pipelines.modular_pipeline:ModularPipeline"
 FAMILIES = {
@@ -405,7 +406,7 @@ def _served_class(cls: type) -> type | None:
 
 
 def _say_by_class(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
-    """What finds the class of a pipeline before its files are downloaded and loaded."""
+    """The search for the class of a pipeline, before its files are downloaded and loaded."""
 
     def get_pipeline_class(*args: Any, **kwargs: Any) -> Any:
         cls = original(*args, **kwargs)
@@ -417,7 +418,7 @@ def _say_by_class(original: Callable[..., Any], seam: SeamState) -> Callable[...
 
 
 def _say_by_blocks(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
-    """What loads the components of a modular pipeline."""
+    """The loading of a modular pipeline's components."""
 
     def load_components(self: Any, *args: Any, **kwargs: Any) -> Any:
         if reason := _why_other_blocks(self):
@@ -494,19 +495,6 @@ def _watch(target: str) -> Seam:
     )
 
 
-def _say(target: str, replacement: Callable[..., Any]) -> Seam:
-    return Seam(
-        target,
-        replacement,
-        kind=Kind.WRAPT,
-        passes_through=True,
-        required=False,
-        why="a pipeline that is not served denoises on one GPU, of however many the user asks for, without a word",
-        upstream="https://github.com/huggingface/diffusers: no issue is open",
-        remove_when="every pipeline of diffusers is served",
-    )
-
-
 FEATURE = Feature(
     name=NAME,
     summary="the denoising of a Wan or Qwen-Image pipeline over several GPUs, the script unchanged",
@@ -516,8 +504,8 @@ FEATURE = Feature(
     seams=(
         *map(_seam, (*PIPELINES, MODULAR)),
         *map(_watch, FORWARDS),
-        _say("diffusers.pipelines.pipeline_loading_utils:_get_pipeline_class", _say_by_class),
-        _say(f"{MODULAR}.load_components", _say_by_blocks),
+        loading_seam("diffusers.pipelines.pipeline_loading_utils:_get_pipeline_class", _say_by_class, *PROJECT),
+        loading_seam(f"{MODULAR}.load_components", _say_by_blocks, *PROJECT),
     ),
     prepare=start_ahead(OF_A_WORKER),
 )

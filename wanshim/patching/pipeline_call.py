@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 from wanshim import hand_over, settings
 from wanshim.errors import FeatureUnavailable, WanshimError
-from wanshim.patching import SeamState, fast_forward
+from wanshim.patching import Kind, Seam, SeamState, fast_forward
 
 if TYPE_CHECKING:
     from wanshim.core.generation import GenerationPlan, PipelineBinding, Request, SharedPipeline
@@ -141,6 +141,26 @@ def watch_forward(
         return forward
 
     return make
+
+
+def loading_seam(
+    target: str, replacement: Callable[[Callable[..., Any], SeamState], Callable[..., Any]], name: str, upstream: str
+) -> Seam:
+    """The seam of a function by which pipelines are loaded, served or not: `replacement` says which are not.
+
+    Args:
+        name: of the framework.
+    """
+    return Seam(
+        target,
+        replacement,
+        kind=Kind.WRAPT,
+        passes_through=True,
+        required=False,
+        why="a pipeline that is not served denoises on one GPU, of however many the user asks for, without a word",
+        upstream=f"{upstream}: no issue is open",
+        remove_when=f"every pipeline of {name} is served",
+    )
 
 
 def say_not_served(seam: SeamState, name: str, reason: str) -> None:

@@ -19,9 +19,9 @@ import pytest
 import torch
 
 import wanshim
-from tests.compiling import use_aot_eager
 from tests.contract.diffsynth import wan_pipelines
 from tests.contract.diffsynth.wan_pipelines import generate
+from tests.contract.fast import activate, distance, int8_by_eager_kernels
 from wanshim.reporting import ReportRow
 
 pytestmark = pytest.mark.timeout(600)
@@ -30,19 +30,9 @@ NAME = "diffsynth.fast_blocks"
 
 @pytest.fixture(autouse=True)
 def sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Multiples of 16, as eight-bit products need, and int8, which every CPU multiplies."""
+    """Multiples of 16, as eight-bit products need."""
     monkeypatch.setattr(wan_pipelines, "SIZE", wan_pipelines.SIXTEENS)
-    monkeypatch.setenv("WANSHIM_COMPUTE", "int8")
-    use_aot_eager(monkeypatch)
-    torch._dynamo.reset()
-    yield
-    wanshim.deactivate()
-
-
-def activate(monkeypatch: pytest.MonkeyPatch, gpus: str = "1", **variables: str) -> None:
-    for name, value in {"GENERATE": gpus, "FAST": "1", "VAE_FAST": "0", **variables}.items():
-        monkeypatch.setenv(f"WANSHIM_{name}", value)
-    wanshim.activate()
+    yield from int8_by_eager_kernels(monkeypatch)
 
 
 def row() -> ReportRow:
@@ -51,10 +41,6 @@ def row() -> ReportRow:
 
 def measured() -> list[str]:
     return [each for each in row().notes if "off the exact one" in each]
-
-
-def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((found - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.slow

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 import wanshim
-from tests.compiling import use_aot_eager
 from tests.contract.diffusers import qwen_pipelines, wan_pipelines
 from tests.contract.diffusers.wan_pipelines import generate
+from tests.contract.fast import activate, distance, int8_by_eager_kernels
 from wanshim.errors import FeatureUnavailable
 from wanshim.reporting import ReportRow
 
@@ -32,27 +32,13 @@ NAME = "diffusers.fast_blocks"
 
 @pytest.fixture(autouse=True)
 def sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Multiples of 16, as eight-bit products need, and int8, which every CPU multiplies."""
+    """Multiples of 16, as eight-bit products need."""
     monkeypatch.setitem(wan_pipelines.TRANSFORMER, "attention_head_dim", 16)
-    monkeypatch.setenv("WANSHIM_COMPUTE", "int8")
-    use_aot_eager(monkeypatch)
-    torch._dynamo.reset()
-    yield
-    wanshim.deactivate()
-
-
-def activate(monkeypatch: pytest.MonkeyPatch, gpus: str = "1", **variables: str) -> None:
-    for name, value in {"GENERATE": gpus, "FAST": "1", "VAE_FAST": "0", **variables}.items():
-        monkeypatch.setenv(f"WANSHIM_{name}", value)
-    wanshim.activate()
+    yield from int8_by_eager_kernels(monkeypatch)
 
 
 def row() -> ReportRow:
     return wanshim.report().row(NAME)
-
-
-def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((found - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.slow
