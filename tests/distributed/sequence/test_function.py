@@ -108,6 +108,27 @@ def test_sharded_step_is_the_unsharded_one(ranks: int) -> None:
         assert as_before
 
 
+def rounded_otherwise(rank: int, size: int) -> list[float]:
+    model, before = Model(), nn.Linear(HEADS * WIDTH, HEADS * WIDTH)
+    handle = shard_sequence(model, blocks=model.lists(), deadline=60)
+    handle.match_trained(before)
+    outside = [model.refiner.qkv.weight, model.head.weight, before.weight]
+    for parameter in outside:  # as attention's backward rounds on a GPU, in each run otherwise
+        parameter.register_hook(lambda gradient: gradient * (1 + 1e-6 * rank))
+    model(
+        before(torch.linspace(-1, 1, BOUNDS[-1][1] * HEADS * WIDTH).view(-1, HEADS * WIDTH))
+    ).square().mean().backward()
+    handle.remove()
+    return [parameter.grad.double().norm().item() for parameter in outside if parameter.grad is not None]
+
+
+def test_what_is_trained_outside_of_the_blocks_has_one_gradient() -> None:
+    """Else it drifts apart, and so do the blocks' inputs."""
+    first, second = values(run_ranks(rounded_otherwise, 2))
+    assert len(first) == 3
+    assert first == second
+
+
 def other(rank: int, size: int) -> str:
     model = Model(otherwise=True)
     handle = shard_sequence(model, blocks=model.lists(), deadline=60)

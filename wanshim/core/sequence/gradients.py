@@ -1,8 +1,9 @@
-"""The gradients of the blocks' parameters, averaged over the ranks while backward goes on.
+"""The gradients of all that is trained, averaged over the ranks while backward goes on.
 
-What reaches a parameter through the blocks is the gradient of this rank's tokens, times the number of ranks
-(`run.py`); what reaches it otherwise, as from a loss term on the weights, is whole on every rank. The average of the
-ranks is the whole of both.
+What reaches a block's parameter through the block is the gradient of this rank's tokens, times the number of ranks
+(`run.py`); what reaches it or another parameter otherwise, as from a loss term on the weights, is whole on every rank.
+The average of the ranks is the whole of both. Without it parameters outside of the blocks would drift apart: some
+backwards, as that of attention, round differently in each run.
 
 What one backward adds is kept apart from what earlier ones left in `.grad`, averaged in buckets in the order in which
 it comes, the same on every rank, and added at the end: accumulated gradients are never averaged twice. Half-precision

@@ -22,10 +22,9 @@ from .random_state import generator_state
 from .run import ShardedModel, backward_runs
 
 
-def attach(run: ShardedModel, listed: BlockList, undo: Undo) -> None:
-    """Hook every block of a list, and its exit."""
+def attach(run: ShardedModel, listed: BlockList, undo: Undo, *, first: bool) -> None:
+    """Hook every block of a list, the `first` of the model or a later one, and its exit."""
     mine, all_heads = run.plan.heads[run.group.rank], sum(run.plan.heads)
-    first = not run.parameters  # of the lists
     for index, block in enumerate(listed.blocks):
         BlockHooks(run, listed, index, first and not index).attach(undo)
         for path in () if listed.function else (*listed.num_heads, *listed.widths):
@@ -34,7 +33,6 @@ def attach(run: ShardedModel, listed: BlockList, undo: Undo) -> None:
             whole = getattr(module, name)
             run.heads.append((module, name, whole // all_heads * mine, whole))
             undo.set(module, {name: whole // all_heads * mine})
-    run.parameters += listed.blocks
     if listed.function:
         module_name, _, name = listed.function.partition(":")
         undo.replace(import_module(module_name), name, lambda original: _exchanging(run, original))

@@ -37,6 +37,6 @@ def sharded(lists: Sequence[BlockList], group: SequenceGroup) -> Iterator[None]:
     plan = plan_sequence(group.ranks, heads=check_shardable(lists), blocks=count)
     with Undo() as undo:
         run = ShardedModel(group, plan, sum_gradients=False, check_finite=False)
-        for listed in lists:
-            attach(run, listed, undo)
+        for index, listed in enumerate(lists):
+            attach(run, listed, undo, first=not index)
         yield

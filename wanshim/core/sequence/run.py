@@ -44,7 +44,7 @@ class ShardedModel:
         self.plan = plan
         self.gradients = GradientAverage(group, self.begin_backward) if sum_gradients else None
         self.check_finite = check_finite
-        self.parameters: list[nn.Module] = []
+        self.trained: list[nn.Module] = []  # whose parameters have the same gradients on all ranks
         self._plans: dict[int, SequencePlan] = {}
         self._calls = 0
         self._arriving: list[InputCheck] = []
@@ -97,7 +97,7 @@ class ShardedModel:
         described += "" if torch.is_grad_enabled() else ", without gradients"
         self.group.watch.called(self._calls, described)
         if self.gradients is not None:  # also without gradients: a reentrant checkpoint runs its first forward so
-            self.gradients.watch(p for module in self.parameters for p in module.parameters())
+            self.gradients.watch(p for module in self.trained for p in module.parameters())
         self._arriving.append(InputCheck(self.group, self._calls, inputs, described))
         if not next(iter(inputs.values())).is_cuda:  # nothing runs ahead, and gloo ends a process on a wrong size
             self.arrive()

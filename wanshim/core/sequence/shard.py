@@ -49,12 +49,14 @@ class SequenceHandle:
         self._run.check()
 
     def match_trained(self, module: nn.Module) -> None:
-        """Give what is trained in a module that works with the model the first rank's values. Every rank calls it.
+        """Keep what is trained in a module that works with the model the same on all ranks: give it the first rank's
+        values, and average its gradients. Every rank calls it.
 
         Raises:
             RankDisagreement: other names, shapes or dtypes are trained on another rank.
         """
         match_weights(self._run.group, {n: p for n, p in module.named_parameters() if p.requires_grad})
+        self._run.trained.append(module)
 
     def fail(self, error: BaseException) -> None:
         """Report an error of this rank that the model does not see; the other ranks stop with its name at once."""
@@ -97,7 +99,8 @@ def shard_sequence(
         blocks: every list of blocks through which sharded tokens go, in the order of execution; they have the same
             number of heads. Default: the `blocks` of `model`, gathered at its `head` where it has one.
         sum_gradients: False leaves each rank its own part of the blocks' gradients, times the number of ranks, for
-            a wrapper that averages over all ranks of all groups, such as DistributedDataParallel.
+            a wrapper that averages over all ranks of all groups, such as DistributedDataParallel. Otherwise all
+            gradients are averaged, also those that each rank computes whole: kernels may round differently on each.
         check_finite: raise at the end of a backward pass if the loss has a gradient that is NaN or infinite. False
             suits loss scaling.
         deadline: seconds that any wait for another rank may take.
@@ -150,8 +153,9 @@ def shard_sequence(
     try:
         run.group.start({"model": type(model).__name__, "blocks": count, "heads": heads, "trained": trained})
         match_weights(run.group, _weights(model, lists))
-        for listed in lists:
-            attach(run, listed, attached)
+        for index, listed in enumerate(lists):
+            attach(run, listed, attached, first=not index)
+        run.trained += [model, *(block for listed in lists for block in listed.blocks)]
         handle = SequenceHandle(model, run, undo, attendance)
         attached.set(model, {ATTRIBUTE: handle})
         _copy_plainly(model, lists, attached)
