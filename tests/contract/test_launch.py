@@ -86,6 +86,7 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_accelerate_without_a_number_of_processes_starts_one_over_all_devices(machine: Machine) -> None:
     done = machine.run(tool("accelerate"), "launch", "train.py", "--num_processes", "2")  # the script's own option
@@ -115,7 +116,9 @@ def test_accelerate_without_a_number_of_processes_starts_one_over_all_devices(ma
             "0",
             marks=pytest.mark.sweep,
         ),
-        (("sh", "-c", f"{tool('torchrun')} --nproc-per-node 2 train.py; exit $?"), "0"),
+        pytest.param(
+            ("sh", "-c", f"{tool('torchrun')} --nproc-per-node 2 train.py; exit $?"), "0", marks=pytest.mark.sweep
+        ),
     ],
     ids=["accelerate", "module", "multi_gpu", "torchrun", "torch.distributed.run", "nohup", "shell"],
 )
@@ -218,6 +221,7 @@ def test_every_process_of_a_launcher_that_run_cannot_see_ends_before_the_script(
     assert SENTENCE in done.stderr
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_activate_in_the_script_raises_in_every_process(machine: Machine) -> None:
     machine.write_script("wanshim.activate()")

@@ -73,10 +73,12 @@ def test_process_reports_at_its_start_and_its_end(activated: str) -> None:
     assert sum(REPORT in line for line in lines) == 1
 
 
+@pytest.mark.sweep
 def test_process_that_nobody_asked_reports_nothing() -> None:
     assert finish(start(ACTIVATE, MEET, "meet()", WANSHIM_REPORT="")) == (0, [])
 
 
+@pytest.mark.sweep
 def test_sigterm_that_nobody_handles_ends_the_process_by_it_after_a_report() -> None:
     process = start(ACTIVATE, MEET, "meet(); wait()")
     signalled(process, signal.SIGTERM)
@@ -103,6 +105,7 @@ def test_sigusr2_prints_what_ran_so_far_and_the_process_goes_on() -> None:
     assert sum(REPORT in line for line in lines) == 2
 
 
+@pytest.mark.sweep
 def test_sigusr2_without_a_report_is_what_it_was() -> None:
     process = start(ACTIVATE, MEET, "meet(); wait()", WANSHIM_REPORT="0")
     signalled(process, signal.SIGUSR2)
@@ -122,6 +125,7 @@ for target in (meet, time.time):
 """
 
 
+@pytest.mark.sweep
 def test_forked_worker_reports_what_it_called_itself_and_one_without_a_call_nothing() -> None:
     _, lines = finish(start(ACTIVATE, MEET, FORKED))
     assert sum(" ends:" in line for line in lines) == 1

@@ -112,6 +112,7 @@ def test_features_after_none_are_selected_alone() -> None:
     assert done.stdout.split() == ["diffsynth.progress:diffsynth.progress"]
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_f_that_drops_what_wanshim_features_selects_says_so_in_one_line() -> None:
     done = python("pass", features="fp8_lora", WANSHIM_FEATURES="auto,diffsynth.progress")
@@ -426,6 +427,7 @@ def test_another_python_is_refused_with_one_line_and_runs(tmp_path: Path) -> Non
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_tool_of_another_python_that_starts_the_projects_own_says_nothing_and_passes_strict(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "other")], check=True, timeout=60)

@@ -108,7 +108,7 @@ TRAINING = (
          says=(SPLIT,), sweep=True),
     Road("WANSHIM_PLAN=stream wanshim run -- accelerate launch --num_processes 2 train.py ...", gpus=2,
          reference="accelerate launch --num_processes 2 train.py ...", says=(SPLIT,), sweep=True),
-    Road("WANSHIM_PLAN=stream wanshim run -- python train.py ...", arguments=FP32, says=(SPLIT,)),
+    Road("WANSHIM_PLAN=stream wanshim run -- python train.py ...", arguments=FP32, says=(SPLIT,), sweep=True),
     Road("wanshim run --gpus 1 -- python train.py ...", says=(SPLIT,), on_cpu=False),
     Road("wanshim run --gpus 1 -- python train.py ... --use_gradient_checkpointing", arguments=TRAIN, says=(SPLIT,),
          on_cpu=False),
@@ -159,7 +159,7 @@ SEVERAL_GPUS = tuple(
 GENERATION = tuple(
     Road(f"wanshim generate --gpus {gpus} -- python pipeline.py ...", reference="python pipeline.py ...", apart=apart,
          arguments=arguments, says=(says, "diffusers.generate exercised"), gpus=gpus, on_cpu=gpus == 2,
-         sweep=arguments != "bfloat16 2")
+         sweep=arguments != "float32 1")
     for gpus, arguments, apart, says in (
         (2, "float32 1", 0.0, "guidance over 2, bit for bit"),
         (2, "bfloat16 2", 0.0, "guidance over 2, bit for bit"),

@@ -65,13 +65,13 @@ RUNS = {
 }
 
 
-FEW = ("alone", "split, attention kept")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "variables",
-    [pytest.param(given, id=name, marks=[pytest.mark.sweep] * (name not in FEW)) for name, given in RUNS.items()],
+    [
+        pytest.param(given, id=name, marks=[pytest.mark.sweep] * (name != "split, attention kept"))
+        for name, given in RUNS.items()
+    ],
 )
 def test_run_compiles_one_graph_and_learns_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]

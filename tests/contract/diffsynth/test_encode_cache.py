@@ -117,6 +117,7 @@ def test_each_sample_is_encoded_once_with_the_bits_of_the_run_without(train: Any
     assert job.encoded(later) == {"encode": 0, "forward": 0}
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_accumulated_and_repeated_samples(train: Any, activate: Any) -> None:
     options = {"accumulation": 2, "repeat": 2, "epochs": 1}
@@ -155,6 +156,7 @@ def test_planned_run_encodes_before_it_trains_and_its_encoders_leave(
     assert "5 results were computed and 13 read" in _notes()  # three samples before and six, each with its prompt
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_planned_run_of_samples_that_are_drawn_keeps_its_vae(train: Any, activate_planned: Any) -> None:
     modules: list[Any] = []
@@ -263,6 +265,7 @@ def test_another_release_encodes_again(
     assert job.encoded(train("ours", epochs=1)) == {"encode": 3, "forward": 2}
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_patched_code_encodes_again(train: Any, activate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from diffsynth.models.wan_video_text_encoder import T5LayerNorm
@@ -538,6 +541,7 @@ def again(train: Any, activate_planned: Any) -> Callable[..., tuple[Path, str, l
     return run
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_next_start_over_the_same_dataset_reads_no_sample_to_encode_it(
     again: Any, capfd: pytest.CaptureFixture[str]

@@ -135,6 +135,7 @@ def test_release_that_is_native_counts_every_micro_batch_by_itself(
     assert not hasattr(runner.launch_training_task, "__wanshim_state__")
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [2, sweep(4)])
 def test_accumulation_without_the_feature_steps_on_the_last_micro_batch_alone(
@@ -171,6 +172,7 @@ def test_accumulation_gives_the_gradients_and_lora_of_a_right_loop_by_hand(
     assert wanshim.report().row(NAME).state == "exercised"
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_accumulation_of_one_leaves_every_byte_and_the_optimizer_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

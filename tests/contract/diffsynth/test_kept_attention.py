@@ -224,6 +224,7 @@ def place(plan: TrainingPlan) -> KeptOn | None:
     return plan.step.keep
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("over", [{"DEVICES": "cpu,cpu"}, {}], ids=["split", "as DiffSynth runs it"])
 def test_attention_is_kept_where_the_predicted_step_leaves_room(
@@ -385,6 +386,7 @@ def _fail(*_: object, **__: object) -> None:
     raise RuntimeError("no kernel for shapes")
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("why", ["no size", pytest.param("no shapes", marks=pytest.mark.sweep)])
 def test_attention_that_was_asked_for_is_kept_where_nothing_is_predicted(

@@ -595,13 +595,11 @@ def test_user_s_script_trains_streamed_on_what_it_has_cached(tmp_path: Path, che
 
 
 @pytest.mark.slow
+@pytest.mark.sweep  # test_sequence_minimax_h3.py has the steps
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("processes", "variables"),
-    [
-        (2, {}),
-        *(pytest.param(*case, marks=pytest.mark.sweep) for case in ((2, {"COMPILE": "1"}), (3, {"KEEP": "off"}))),
-    ],
+    [(2, {}), (2, {"COMPILE": "1"}), (3, {"KEEP": "off"})],
     ids=str,
 )
 def test_user_s_script_trains_each_sample_on_all_processes(

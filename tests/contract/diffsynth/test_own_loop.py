@@ -108,6 +108,7 @@ def test_what_is_done_in_a_planned_run_alone_says_so_in_a_loop_of_ones_own_and_s
     own_loop()
 
 
+@pytest.mark.sweep
 @pytest.mark.slow  # the hook above, in the two processes of test_run_on_gpus.py: 20 seconds of imports
 def test_script_with_its_own_loop_ends_under_gpus(tmp_path: Path) -> None:
     """As users start it: each process is ended, and the report says why."""

@@ -64,6 +64,7 @@ def test_pipeline_needs_memory_for_what_the_allocator_leaves_unused(
     assert ("several in flight would not fit, one does; PYTORCH_CUDA_ALLOC_CONF" in notes()) is not expandable
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_split_that_is_named_takes_one_micro_batch_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, logs = unsplit(2)
@@ -104,6 +105,7 @@ def test_auto_streams_only_what_does_not_fit_whole(tmp_path: Path, monkeypatch: 
     assert "checkpoints are offloaded to host memory, bit for bit the same: the plan keeps attention" in notes()
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_auto_keeps_attention_in_host_memory_before_it_computes_it_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

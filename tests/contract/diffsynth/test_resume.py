@@ -335,6 +335,7 @@ def test_script_that_trains_twice_into_one_folder_trains_both_and_goes_on_in_eit
     assert files(folder) == lora
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_what_the_hint_says_goes_on_from_a_folder_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -407,6 +408,7 @@ def test_other_arguments_stop_the_start_where_the_script_reads_them(
     assert parsed(tmp_path, "--learning_rate", "2e-2").learning_rate == 2e-2
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize(("at", "rate"), [(3, 2e-2 / 3), (9, 2e-2)], ids=["warming up", "warmed up"])
 def test_learning_rate_0_is_replaced_by_the_accepted_one_where_the_schedule_is(
@@ -500,6 +502,7 @@ def test_other_weights_stop_the_start_by_name(
             train(tmp_path, attempt=2)
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_dataset_with_other_files_stops_the_start_and_begins_its_epoch_where_it_is_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -532,6 +535,7 @@ def test_samples_a_step_are_not_changed_whatever_is_accepted(tmp_path: Path, mon
     assert "--gradient_accumulation_steps 1" in str(raised.value)
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_new_begins_beside_the_old_run_which_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanshim.activate(f"none,{NAME}")
@@ -659,6 +663,7 @@ def test_tensors_that_the_script_keeps_itself_are_named_as_no_part_of_the_state(
     assert said[:1] == [f"{NAME}: no part of the state, and begins anew: average of Averaging"] * (logger is Averaging)
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_progress_log_goes_on_at_the_resumed_batch(tmp_path: Path) -> None:
     wanshim.activate(f"none,{NAME},diffsynth.progress")

@@ -344,6 +344,7 @@ def test_module_of_torchrun_is_refused(tmp_path: Path) -> None:
     assert "torch's launcher" in refused(tmp_path, sys.executable, "-m", "torch.distributed.run", *TWO)
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_accelerates_launcher_is_refused_with_what_its_configuration_sets(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("distributed_type: MULTI_CPU\nmixed_precision: bf16\nnum_processes: 2\n"
@@ -355,7 +356,10 @@ def test_accelerates_launcher_is_refused_with_what_its_configuration_sets(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", [NOTEBOOK, SPAWNS], ids=["notebook_launcher", "spawn"])
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(NOTEBOOK, id="notebook_launcher"), pytest.param(SPAWNS, id="spawn", marks=pytest.mark.sweep)],
+)
 def test_program_that_starts_processes_itself_is_refused(tmp_path: Path, script: str) -> None:
     refused(tmp_path, "train.py", script=script.replace("{port}", str(ranks.free_port())))
 
@@ -442,6 +446,7 @@ def uv(folder: Path) -> str:
     return str(folder / "uv")
 
 
+@pytest.mark.sweep
 @pytest.mark.slow  # imports torch in four processes
 def test_rank_behind_uv_run_is_one_in_all_that_is_said(tmp_path: Path) -> None:
     script = "import os, torch\nif 'FAILS' in os.environ:\n    raise ValueError('boom')\n"

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("deterministic_kernels")
 BASES = pytest.mark.parametrize("base", ["float8", pytest.param("int8", marks=[pytest.mark.slow, pytest.mark.sweep])])
 BFLOAT16 = torch.bfloat16
 SLOW, SWEEP = pytest.mark.slow, pytest.mark.sweep
-SWEPT = [pytest.param(name, marks=SWEEP) for name in ("torchao_int8_w8a16", "torchao_fp8_w8a16")]
+QUANT_OPTIONS = ("torchao_int8_w8a16", "torchao_fp8_w8a16", "torchao_nvfp4_w4a16")
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +212,8 @@ def plain_names(dit: Any, lora: dict[str, torch.Tensor]) -> dict[str, torch.Tens
 
 
 @SLOW
-@pytest.mark.parametrize("method", [*SWEPT, "torchao_nvfp4_w4a16"])
+@SWEEP
+@pytest.mark.parametrize("method", QUANT_OPTIONS)
 def test_quant_options_under_a_split_give_the_unsplit_file(
     files: wan_checkpoint.CheckpointFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:

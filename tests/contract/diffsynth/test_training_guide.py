@@ -43,6 +43,7 @@ def _write_data(folder: Path) -> None:
     (folder / "metadata.csv").write_text("\n".join(lines) + "\n")
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_commands_of_the_guide_lead_to_a_lora_and_a_video(reader: Reader, tmp_path: Path) -> None:
