@@ -73,21 +73,31 @@ def blocks_table() -> str:
     return table("framework | video | seconds alone | with wanshim | | values", lines, where)
 
 
+FAST = {
+    "alone": "diffusers",
+    "fast": "`wanshim generate --gpus 1 --fast`",
+    "compiled": "diffusers, `compile_repeated_blocks()`",
+    "torchao_float8": "diffusers, torchao's float8",
+}
+
+
 def fast_table() -> str:
     """Guided steps of one GPU, exact and with what changes bits."""
-    found = result("generate_fast_480p_1xH200")
-    lines = []
-    for row in found["rows"]:
-        notes = row.get("diffusers.fast_blocks", {}).get("notes", [])
-        apart = notes[-1].split(" is ")[-1].split(" off ")[0] if notes else ""
-        first = max(row["step_seconds"])
-        steps = f"{first:.2f}", f"{row['seconds_per_step']:.2f}", f"{row['gain']:.2f}x"
-        whole = f"{row['whole_call_s']:.0f} ({row['whole_gain']:.2f}x)"
-        name = {"alone": "diffusers", "fast": "`wanshim generate --gpus 1 --fast`"}[row["arm"]]
-        lines.append((name, *steps, f"{row['after_s']:.2f}", whole, apart, f"{row['peak_GiB'][0]:.1f}"))
-    heads = "480x832x81 | first step, s | a step, s | | decode, s | fifty and decode, s | first forward off | peak GiB"
+    lines, commits = [], []
+    for name in ("generate_fast_480p_1xH200", "generate_fast_720p_1xH200"):
+        found = result(name)
+        commits.append(commit_of(found))
+        for row in found["rows"]:
+            notes = row.get("diffusers.fast_blocks", {}).get("notes", [])
+            apart = notes[-1].split(" is ")[-1].split(" off ")[0] if notes else ""
+            first = max(row["step_seconds"])
+            steps = f"{first:.2f}", f"{row['seconds_per_step']:.2f}", f"{row['gain']:.2f}x"
+            whole = f"{row['whole_call_s']:.0f} ({row['whole_gain']:.2f}x)"
+            cells = (*steps, f"{row['after_s']:.2f}", whole, apart, f"{row['peak_GiB'][0]:.1f}")
+            lines.append((found["size"], FAST[row["arm"]], *cells))
+    heads = "video | | first step, s | a step, s | | decode, s | fifty and decode, s | first forward off | peak GiB"
     where = f"{found['gpu']}, torch {found['torch']}, diffusers {found['diffusers']}, {found['model']}, bf16"
-    return table(heads, lines, f"{where}, commit {commit_of(found)}. Fifty steps: of the second of two.")
+    return table(heads, lines, f"{where}, commits {', '.join(commits)}. Fifty steps: of the second of two.")
 
 
 def script_table() -> str:
