@@ -79,13 +79,15 @@ def gain_table() -> str:
     held, two = (measured.result(f"sequence_training_480p_16GiB_{way}")["median"] for way in ("gpus1_1xH200", "2xH200"))
     title = "the same on GPUs held to 16 GiB, weights streamed"
     lines.append((title, f"{alone:.2f} s", _shown(held, alone), _shown(two, alone), "", _STEP))
-    loop = {(row["way"], row["gpus"], row["videos"]): row for row in measured.result("training_end_to_end_2xH200")["rows"]}
+    rows = measured.result("training_end_to_end_2xH200")["rows"]
+    loop = {(row["way"], row["gpus"], row["videos"]): row for row in rows}
     later = {key: row["epochs"][1]["seconds_a_sample"] for key, row in loop.items()}  # of the second epoch
     ours = (_shown(later["wanshim", gpus, of], later["DiffSynth", 1, of]) for gpus, of in ((1, 4), (2, 8)))
     title = "the same loop from video files, whose VAE and text encoder run in each step; from the second epoch on"
     lines.append((title, f"{later['DiffSynth', 1, 8]:.2f} s", *ours, "", _STEP))
     own, two = (loop[way, gpus, 8]["seconds_with_all_encoding"] for way, gpus in (("DiffSynth", 1), ("wanshim", 2)))
-    lines.append(("three epochs of 8 videos of it, setting up included", f"{own:.2f} s", "", _shown(two, own), "", _STEP))
+    title = "three epochs of 8 videos of it, setting up included"
+    lines.append((title, f"{own:.2f} s", "", _shown(two, own), "", _STEP))
     whole, streamed = (measured.result(name) for name in measured.MINIMAX_H3)
     title = f"one LoRA step of **MiniMax-H3** (32B), 480x832x124 with sound: {whole['peak_GiB']:.0f} GiB, or held to 24"
     shown = f"{whole['median']:.2f} s", _shown(streamed["median"], whole["median"])
