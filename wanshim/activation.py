@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -314,7 +314,7 @@ class Activation:
         self.runs, self.unread = {}, ()
         self.note = "wanshim is not active"
 
-    def decisions(self, names: Collection[str]) -> Iterator[tuple[str, Decision]]:
+    def decisions(self, names: Iterable[str]) -> Iterator[tuple[str, Decision]]:
         """Decisions for the features of these names, without activating them."""
         sources: dict[str, SourceTree] = {}  # a file that several features look at is read once
         for name in names:

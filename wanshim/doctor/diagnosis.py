@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -90,7 +90,6 @@ def examine(
     read: settings.Settings,
     text: str | None = None,
     command: Sequence[str] = (),
-    names: Collection[str] | None = None,
 ) -> Diagnosis:
     """Decide for every feature as `activate(text)` would in what `command` starts, without changing anything.
 
@@ -98,40 +97,19 @@ def examine(
         read: the settings.
         text: the WANSHIM_FEATURES grammar.
         command: what is to be run, for the run states that it would go on from.
-        names: of the features to decide for; None: all.
 
     Raises:
         SettingInvalid, WanshimError: as `activate`.
     """
     look = Activation()
     selection = look.select("none" if read.disable else text, read)
-    look.settings = read
-    rows, missing = [], []
-    for name, decision in look.decisions(look.known().features if names is None else names):
-        if name in selection and decision.applies:
-            decision = _with_devices(look.known().features[name], look.settings, decision)
-        row = DiagnosisRow(
-            framework=name.split(".")[0],
-            version=decision.version,
-            feature=name,
-            verdict=decision.verdict.value,
-            state="selected" if name in selection else "off",
-            selected_by=selection.reasons.get(name),
-            reason=decision.reason,
-            next_step=decision.next_step,
-            origin=look.known().origins.get(name, ""),
-            turn_on=() if name in selection else tuple(variables.turn_on(look.known().features[name])),
-            known=decision.known,
-        )
-        rows.append(row)
-        wanted = name in selection and (name in selection.named or decision.verdict is not Verdict.ABSENT)
-        if wanted and decision.verdict in (Verdict.REFUSE, Verdict.ABSENT):
-            missing.append(name)
+    rows = _rows(look, selection, read, look.known().features)
+    missing = tuple(row.feature for row in rows if _is_missing(row, selection))
     if read.disable:
-        return Diagnosis(tuple(rows), tuple(missing), DISABLED, disabled=True)
+        return Diagnosis(rows, missing, DISABLED, disabled=True)
     return Diagnosis(
-        rows=tuple(rows),
-        missing=tuple(missing),
+        rows=rows,
+        missing=missing,
         note="\n".join(look.known().left_out),
         unreached=process_coverage.findings(),
         unknown=tuple(settings.unknown()),
@@ -193,6 +171,45 @@ def _is_value(saved: float | str, given: str) -> bool:
         return False
 
 
+def selected_rows(read: settings.Settings, text: str | None, names: Iterable[str]) -> tuple[DiagnosisRow, ...]:
+    """The rows of those among the features of these names that `activate(text)` would select."""
+    look = Activation()
+    selection = look.select(text, read)
+    return _rows(look, selection, read, filter(selection.__contains__, names))
+
+
+def _rows(
+    look: Activation, selection: Selection, read: settings.Settings, names: Iterable[str]
+) -> tuple[DiagnosisRow, ...]:
+    look.settings = read
+    rows = []
+    for name, decision in look.decisions(names):
+        if name in selection and decision.applies:
+            decision = _with_devices(look.known().features[name], read, decision)
+        row = DiagnosisRow(
+            framework=name.split(".")[0],
+            version=decision.version,
+            feature=name,
+            verdict=decision.verdict.value,
+            state="selected" if name in selection else "off",
+            selected_by=selection.reasons.get(name),
+            reason=decision.reason,
+            next_step=decision.next_step,
+            origin=look.known().origins.get(name, ""),
+            turn_on=() if name in selection else tuple(variables.turn_on(look.known().features[name])),
+            known=decision.known,
+        )
+        rows.append(row)
+    return tuple(rows)
+
+
+def _is_missing(row: DiagnosisRow, selection: Selection) -> bool:
+    unavailable = (
+        (Verdict.REFUSE.value, Verdict.ABSENT.value) if row.feature in selection.named else (Verdict.REFUSE.value,)
+    )
+    return row.feature in selection and row.verdict in unavailable
+
+
 def prepare(text: str | None, read: settings.Settings, option: str = "") -> list[str]:
     """Check what `wanshim run` is to start, before it starts.
 
@@ -214,7 +231,8 @@ def prepare(text: str | None, read: settings.Settings, option: str = "") -> list
         idle = (option, f"-f {text}" if text is not None else "", "--fast" if read.fast else "")
         return [f"{DISABLED}: {each} has no effect" for each in idle if each]
     selection = look.select(text, read)
-    look.rows()
+    if look.known().matrices:
+        look.rows()  # one that is left out is said here
     for sentence in settings.unknown():
         raise SettingInvalid(sentence)
     look.check_launch(selection, read)

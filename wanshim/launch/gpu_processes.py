@@ -169,7 +169,7 @@ def _check_selected(
 
     known = catalog.discover().features.items()
     names = [name for name, one in known if switch in one.switches and one.along_with == along_with]
-    rows = [row for row in diagnosis.examine(read, features, names=names).rows if row.state == "selected"]
+    rows = diagnosis.selected_rows(read, features, names)
     if not rows:
         raise FeatureUnavailable(found, hint=hint)
     if all(row.verdict in UNAVAILABLE for row in rows):
