@@ -36,6 +36,15 @@ class Drawing(Samples):
         return {"number": index, "noise": [torch.rand(()).item(), random.random(), np.random.rand()]}
 
 
+class Broken(Drawing):
+    """Its last sample cannot be loaded."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == len(self) - 1:
+            raise OSError("moov atom not found")
+        return super().__getitem__(index)
+
+
 class OwnGenerators(Drawing):
     """Draws from generators that it holds, as augmentations do: its own, in a list, and of an object that it holds."""
 
@@ -157,7 +166,7 @@ def train(
     folder: Path, seed: int = 5, at: int | None = None, end: str | None = None, accumulation: int = 1,
     workers: int = 0, epochs: int = 2, samples: int = 7, attempt: int = 0, only: int | None = None,
     dataset: Any = None, killed: tuple[str, int] | None = None, sizes: Mapping[str, int] = {}, calls: int = 1,
-    precision: str = "no", **options: Any,
+    precision: str = "no", broken: bool = False, **options: Any,
 ) -> None:  # fmt: skip
     """Args: at, end: the forward in which the process ends, and how: a signal's name or "error"; killed: one of
     `PLACES` and when; only: in this rank; calls: of the launcher, one after the other; precision:
@@ -179,7 +188,7 @@ def train(
     for _ in range(calls):
         runner.launch_training_task(
             accelerator,
-            dataset or Drawing(samples),
+            dataset or (Broken if broken else Drawing)(samples),
             module,
             Logger(folder),
             num_workers=workers,

@@ -749,6 +749,20 @@ def test_signal_ends_a_run_that_goes_on_as_if_it_had_not(tmp_path: Path, end: st
     assert files(out) == lora
 
 
+@pytest.mark.slow
+def test_sample_that_a_worker_cannot_load_ends_the_run(tmp_path: Path) -> None:
+    """The traceback holds the loader's iterator, and so its workers, until the process exits."""
+    job = json.dumps({"workers": 2, "broken": True})
+    command = [sys.executable, "-m", "wanshim", "run", "--", sys.executable, "-m", resume_job.__name__]
+    variables = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(tmp_path), job], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    assert "OSError: moov atom not found" in done.stderr
+    assert "the same command goes on from the state of step" in done.stderr.splitlines()[-1]
+
+
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     whole = tmp_path_factory.mktemp("two")

@@ -21,7 +21,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from wanshim.core.resume.draws import Draws, as_text
-from wanshim.core.resume.signals import ignore_in_worker
+from wanshim.core.resume.signals import end_workers_at_exit, ignore_in_worker
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class Order:
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.workers = loader.num_workers
+        if self.workers:
+            end_workers_at_exit(os.getpid())
         self.draws = Draws(loader.dataset)
         self.first = 0
         self.length = len(loader)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from functools import partial
+from functools import cache, partial
+from multiprocessing import active_children
+from multiprocessing.util import Finalize
 
+from wanshim.core.shared.processes import ignores
 from wanshim.undo import Undo
 
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -37,3 +40,16 @@ def ignore_in_worker() -> None:
     """A worker of a data loader goes on until the process that it loads for ends it."""
     for number in ASKING:
         signal.signal(number, signal.SIG_IGN)
+
+
+@cache
+def end_workers_at_exit(loader: int) -> None:
+    """Process `loader`, this one, ends the workers that `ignore_in_worker` keeps when it exits. The traceback of what
+    ended it may hold their iterator; multiprocessing then sends them SIGTERM, and waits without a limit."""
+
+    def end() -> None:
+        for child in active_children():
+            if ignores(child.pid or 0, signal.SIGTERM):
+                child.kill()
+
+    Finalize(None, end, exitpriority=0)  # before multiprocessing sends its signal

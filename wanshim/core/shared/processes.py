@@ -73,6 +73,15 @@ def process_age(number: int) -> float:
     return 0.0 if ticks is None else up - ticks / os.sysconf("SC_CLK_TCK")
 
 
+def ignores(number: int, signal_number: int) -> bool:
+    """Whether a process ignores a signal."""
+    with suppress(OSError):  # it has ended
+        for line in Path(f"/proc/{number}/status").read_text().splitlines():
+            if line.startswith("SigIgn:"):
+                return bool(int(line.split()[1], 16) >> (signal_number - 1) & 1)
+    return False
+
+
 def processes_of_session(session: int) -> dict[int, int]:
     """The processes of a session, each with its parent."""
     found = ((number, _stat(number)) for number in _numbers())
