@@ -12,6 +12,7 @@ from wanshim.adapters.diffsynth import (
 from wanshim.adapters.diffsynth.splitting import micro_batch, refusals
 from wanshim.adapters.diffsynth.training_road import Step, from_module
 from wanshim.core.strategy import Strategy
+from wanshim.core.streaming import stream_of
 
 STEPS = (
     Step(on=lambda run: run.plan.side_models, apply=from_module("splitting.side_models")),
@@ -22,7 +23,7 @@ STEPS = (
         asked=lambda read: read.plan_name == "stream",
         refusal=refusals.stream_refusal,
         required=True,
-        on=lambda run: run.plan.streamed_blocks,
+        on=lambda run: run.plan.streamed_blocks or stream_of(run.call.dit),
         apply=from_module("splitting.streaming"),
     ),
     eight_bit_compute.STEP,

@@ -33,9 +33,18 @@ from wanshim.errors import FeatureUnavailable, PlacementInvalid
 PREDICT = sys.modules["wanshim.core.strategy.predict"]  # the package has a function of that name
 
 
-def train(folder: Path, accumulation: int = 1, blocks: int = 4) -> tuple[dict[str, bytes], Training]:
+class Distilling(Training):
+    """Has several forwards in each step, as `--task direct_distill` and losses over pairs of samples have."""
+
+    def forward(self, data: Any, inputs: Any = None) -> torch.Tensor:
+        return super().forward(data, inputs) + 2 * super().forward(data, inputs)
+
+
+def train(
+    folder: Path, accumulation: int = 1, blocks: int = 4, training: type[Training] = Training
+) -> tuple[dict[str, bytes], Training]:
     torch.manual_seed(11)
-    module = Training()
+    module = training()
     del module.pipe.dit.blocks[blocks:]
     runner.launch_training_task(
         Accelerator(gradient_accumulation_steps=accumulation), Samples(4), module, Logger(folder),
@@ -84,17 +93,19 @@ def test_checkpoint_that_a_script_saves_by_accelerate_has_every_weight(tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("accumulation", "offload"), [(1, "off"), (2, "on")])
+@pytest.mark.parametrize(
+    ("accumulation", "offload", "training"), [(1, "off", Training), (2, "on", Training), (1, "off", Distilling)]
+)
 def test_streamed_training_writes_the_files_of_resident_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulation: int, offload: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulation: int, offload: str, training: type[Training]
 ) -> None:
     wanshim.activate()  # its repairs alone: with them a step of early DiffSynth has another result
-    expected, _ = train(tmp_path / "resident", accumulation)
+    expected, _ = train(tmp_path / "resident", accumulation, training=training)
     monkeypatch.setattr(checkpoint_offload, "MIN_BYTES", 1)
     monkeypatch.setenv("WANSHIM_PLAN", "stream:3")  # switches the feature on
     monkeypatch.setenv("WANSHIM_OFFLOAD", offload)
     wanshim.activate()
-    found, module = train(tmp_path / "streamed", accumulation)
+    found, module = train(tmp_path / "streamed", accumulation, training=training)
     assert found == expected
     handle = stream_of(module.pipe.dit)
     assert handle is not None
@@ -102,6 +113,31 @@ def test_streamed_training_writes_the_files_of_resident_training(
     assert "streaming 3 of 4 blocks to cpu" in notes()
     offloaded = wanshim.report(strict=False).row("diffsynth.checkpoint_offload").notes
     assert ("28 checkpoint inputs" in "\n".join(offloaded)) is (offload == "on")
+
+
+@pytest.mark.slow
+def test_each_training_of_a_script_streams_what_its_own_plan_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(module: Training, name: str) -> dict[str, bytes]:
+        torch.manual_seed(11)
+        logger = Logger(tmp_path / name)
+        runner.launch_training_task(Accelerator(), Samples(2), module, logger, learning_rate=1e-2, num_workers=0)
+        return {path.name: path.read_bytes() for path in (tmp_path / name).glob("*.safetensors")}
+
+    wanshim.activate()
+    torch.manual_seed(11)
+    resident, streamed = Training(), Training()
+    streamed.load_state_dict(resident.state_dict())
+    for number, (plan, count) in enumerate([("stream:2", 2), ("stream:2", 2), ("stream:3", 3), ("auto", 0)]):
+        monkeypatch.delenv("WANSHIM_PLAN", raising=False)
+        wanshim.activate()
+        expected = run(resident, f"resident{number}")
+        monkeypatch.setenv("WANSHIM_PLAN", plan)
+        wanshim.activate()
+        assert run(streamed, f"streamed{number}") == expected
+        handle = stream_of(streamed.pipe.dit)
+        assert (len(handle.plan.streamed) if handle is not None else 0) == count
 
 
 @pytest.mark.slow

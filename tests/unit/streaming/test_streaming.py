@@ -254,6 +254,21 @@ def test_checkpoint_over_several_blocks_is_refused() -> None:
         x.sum().backward()
 
 
+def test_backward_of_several_forwards_is_that_of_the_resident_model() -> None:
+    """Of two losses, and of steps one after the other as a distillation takes them."""
+
+    def gradients(model: Model) -> list[torch.Tensor]:
+        latent = data(0).requires_grad_()
+        for _ in range(3):
+            latent = latent - model(latent)
+        (model(data(1)) + latent.sum() * model(data(2))).backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    expected, model = gradients(Model()), Model()
+    stream_model(model, "cpu", count=5)
+    assert all(map(torch.equal, expected, gradients(model)))
+
+
 def test_step_after_an_error_in_the_middle_is_right() -> None:
     def fail(*args: object) -> None:
         raise ValueError("in the middle")

@@ -139,7 +139,7 @@ class Ring:
 
     def _check_order(self, index: int, task: int) -> None:
         """A block's slot is filled anew when an earlier block begins its backward. So within one backward they
-        must come one by one, from the last to the first."""
+        must come one by one, from the last to the first, the blocks of one forward after those of another."""
         if task == -1:
             if torch.is_grad_enabled() and not _saved_tensors_are_hooked():
                 raise WanshimError(
@@ -148,12 +148,12 @@ class Ring:
                     expected="gradient checkpointing of every streamed block",
                     topic="checkpointing",
                 )
-        elif task == self._task and index >= self._lowest:
+        elif task == self._task and index >= self._lowest and (self._lowest, index) != (0, len(self.blocks) - 1):
             raise WanshimError(
                 "one backward came to streamed block "
                 f"{self.blocks[index].number} after block {self.blocks[self._lowest].number}",
-                expected="a checkpoint for each block, and a backward for each forward",
-                hint="Checkpoint blocks singly, and call backward once for each micro-batch",
+                expected="a checkpoint for each block, and the blocks of each forward from the last to the first",
+                hint="Checkpoint blocks singly",
             )
         self._task, self._lowest = task, index if task != -1 else len(self.blocks)
 
