@@ -499,6 +499,26 @@ def test_failure_ends_the_job_with_rank_place_and_cause_in_the_last_line(tmp_pat
     assert sum("Traceback" in line for line in traceback) == 1
 
 
+LOADS = """
+import os
+from torch.utils.data import DataLoader, Dataset
+class Videos(Dataset):
+    def __len__(self):
+        return 1
+    def __getitem__(self, index):
+        raise OSError("no meta information\\n" + "codec " * 400 + "\\n moov atom not found: a.mp4")
+if os.environ["RANK"] == "0":
+    next(iter(DataLoader(Videos(), num_workers=1)))
+"""
+
+
+@pytest.mark.slow
+def test_last_line_has_the_cause_that_a_worker_of_a_loader_has_met(tmp_path: Path) -> None:
+    last = two(tmp_path, LOADS).stderr.splitlines()[-1]
+    assert "train.py:10 in <module>: OSError: no meta information codec" in last
+    assert last.endswith("codec moov atom not found: a.mp4")
+
+
 def test_refusal_is_said_once_for_all_ranks_and_without_a_traceback(tmp_path: Path) -> None:
     script = "from wanshim.errors import FeatureUnavailable\nraise FeatureUnavailable('3 ranks for 2 heads')"
     done = two(tmp_path, script)

@@ -57,6 +57,9 @@ def test_the_cause_is_the_first_line_that_says_something() -> None:
     assert cause_of(FAILURES[0]) == "RuntimeError: Failed to find C compiler. Please specify via CC."
     assert cause_of(FAILURES[2]) == "PTXASError: PTXAS error: Internal Triton PTX codegen error"
     assert cause_of(MemoryError()) == "MemoryError"
+    trace = 'Original Traceback (most recent call last):\n  File "a.py", line 1, in load\n    read()\n    ~~~~^^\n'
+    of_worker = OSError(f"Caught OSError in DataLoader worker process 0.\n{trace}OSError: no such video\n")
+    assert cause_of(of_worker) == "OSError: no such video"
     assert cause_of(RanksFailed("a rank is gone")) == "a rank is gone."
 
 

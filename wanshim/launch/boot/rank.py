@@ -13,6 +13,7 @@ from typing import NoReturn
 from wanshim import hand_over
 from wanshim.core.shared.files import write_whole
 from wanshim.core.shared.processes import process_start
+from wanshim.core.shared.text import named_message
 from wanshim.errors import FeatureUnavailable
 from wanshim.process_report import say
 
@@ -64,7 +65,9 @@ def record_failure() -> None:
 
     def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not isinstance(error, KeyboardInterrupt):
-            text = " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST]
+            text = named_message(error)
+            if len(text) > LONGEST:  # the cause may come last, behind what a program that failed has printed
+                text = f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
             _write({"error": text, "place": _place(trace)})
         if not isinstance(error, FeatureUnavailable):
             print_traceback(kind, error, trace)
