@@ -136,10 +136,8 @@ def _lies_among_packages(name: str) -> bool:
     """Whatever folder that is."""
     module = sys.modules.get(name)
     file = getattr(module, "__file__", None)
-    if file is None:
-        return False
-    folder = Path(file).parents[1 if hasattr(module, "__path__") else 0]
-    return any(folder.glob("*.dist-info"))
+    places = getattr(module, "__path__", [file] if file else [])  # of a namespace package several, and no file
+    return bool(places) and all(any(Path(place).parent.glob("*.dist-info")) for place in places)
 
 
 def _package(module: str) -> str:

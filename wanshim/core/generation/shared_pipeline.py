@@ -248,21 +248,28 @@ class _Call:
     def attached(self) -> Iterator[None]:
         with Undo() as undo:
             for forward in self._binding.forwards:
-                own = _original(forward.owner, forward.attribute)
-                self._place(forward.owner, forward.attribute, self._replacement(forward, own), undo)
+                self._place(forward.owner, forward.attribute, partial(self._replacement, forward), undo)
             for verb in together.VERBS if self._binding.vae is not None else ():
                 self._share_vae(self._binding.vae, verb, undo)
             for owner, name in () if self._binding.offload is None else self._binding.offload.ends:
-                self._place(owner, name, self._behind_streams(_original(owner, name)), undo)
+                self._place(owner, name, self._behind_streams, undo)
             try:
                 yield
             finally:
-                self._has_ended = True  # a callback may have kept a replacement
+                self._has_ended = True
                 self._streams.end()
 
-    def _place(self, owner: Any, name: str, replacement: Any, undo: Undo) -> None:
-        own = {name: vars(owner)[name]} if name in vars(owner) else {}
-        replacement.__wrapped__ = getattr(owner, name)  # whoever reads its signature, or looks for what hides a method
+    def _place(self, owner: Any, name: str, make: Callable[[Any], Callable[..., Any]], undo: Undo) -> None:
+        """Have `make(the original)` called in its place, in this call and its thread: workers are for nobody else, as a
+        thread that decodes meanwhile, or one who has kept the replacement behind the call."""
+        method, own = _original(owner, name), {name: vars(owner)[name]} if name in vars(owner) else {}
+        made = make(method)
+
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            is_own = not self._has_ended and threading.get_ident() == self._thread
+            return (made if is_own else method)(*args, **kwargs)
+
+        replacement.__wrapped__ = getattr(owner, name)  # type: ignore[attr-defined] # whoever reads its signature
         undo.set(owner, {name: replacement}, keep_foreign=True)  # what a callback sets stays there
         self._placed.append((owner, name, replacement, own))
 
@@ -283,7 +290,7 @@ class _Call:
 
     def _replacement(self, forward: Forward, own: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self._has_ended or self._shared._asides or threading.get_ident() != self._thread:  # no step of this call
+            if self._shared._asides:  # no step of this call
                 return own(*args, **kwargs)
             if forward.reads is not None:
                 kwargs = {name: value for name, value in kwargs.items() if name in forward.reads}
@@ -359,7 +366,7 @@ class _Call:
 
         for name, compute in binding.methods.items():
             method = partial(compute, over_processes, vae)
-            self._place(vae, name, or_framework(method, _original(vae, name), lambda cause: None), undo)
+            self._place(vae, name, partial(or_framework, method, on_fallback=lambda cause: None), undo)
             self._shared_verbs.add(verb)
 
     def _prepare_decode(self) -> None:

@@ -3,7 +3,8 @@
 A module packed whole is its structure: classes by name, attributes as they are, and in place of each tensor its number.
 So whatever changes a model, an adapter that is injected, scaled, merged or removed, changes the bytes or the tensors.
 A quantized weight, such as torchao's, is its class and the plain tensors in it, by the protocol of torch.compile
-(`__tensor_flatten__`), which has all of it. A module that torch.compile has compiled is compiled there with the same
+(`__tensor_flatten__`), which has all of it; one of a class that adds attributes to its elements, such as GGUF's, is
+its class, those and a plain tensor. A module that torch.compile has compiled is compiled there with the same
 arguments: its context, which torch can pickle, has them.
 """
 
@@ -126,7 +127,8 @@ def pack(
         WorkersInvalid: something in it cannot be copied.
     """
     buffer = io.BytesIO()
-    pickler = _Pickler(buffer, device, {id(module): key for key, module in (modules or {}).items()})
+    own = {id(tensor) for tensor in (*value.parameters(), *value.buffers())} if moved else set()
+    pickler = _Pickler(buffer, device, {id(module): key for key, module in (modules or {}).items()}, own)
     try:
         pickler.dump(value)
     except WorkersInvalid:
@@ -136,7 +138,6 @@ def pack(
             f"{type(value).__qualname__} cannot be copied to another process: {error}",
             expected="objects of classes and functions that a module defines",
         ) from error
-    own = {id(tensor) for tensor in (*value.parameters(), *value.buffers())} if moved else set()
     specs = tuple(TensorSpec.of(t, on_host=False if id(t) in own else None) for t in pickler.tensors)
     return Packed(buffer.getvalue(), specs), pickler.tensors
 
@@ -149,16 +150,16 @@ def unpack(packed: Packed, tensors: Sequence[torch.Tensor], modules: Mapping[int
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, buffer: io.BytesIO, device: torch.device, modules: Mapping[int, int]) -> None:
+    def __init__(self, buffer: io.BytesIO, device: torch.device, modules: Mapping[int, int], own: set[int]) -> None:
         super().__init__(buffer, protocol=5)
         self.tensors: list[torch.Tensor] = []
-        self._device, self._modules = device, modules
+        self._device, self._modules, self._moved = device, modules, own
         self._numbers: dict[int, int] = {}
 
     def persistent_id(self, value: Any) -> tuple[str, int] | None:
         if id(value) in self._modules:
             return "module", self._modules[id(value)]
-        if not isinstance(value, torch.Tensor) or _has_parts(value):
+        if not isinstance(value, torch.Tensor) or _is_of_class(value):
             return None
         if id(value) not in self._numbers:
             self._check(value)
@@ -168,11 +169,10 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            names, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
-            parts = {name: getattr(value, name) for name in names}
-            is_parameter = isinstance(value, nn.Parameter)
-            size, stride = tuple(value.shape), value.stride()
-            return _joined, (type(value), parts, context, size, stride, is_parameter, value.requires_grad)
+            parts, rest = _parts(value)
+            if id(value) in self._moved:
+                self._moved |= set(map(id, parts.values()))
+            return _joined, (type(value), parts, rest, isinstance(value, nn.Parameter), value.requires_grad)
         if isinstance(value, nn.Module) and hasattr(type(value), "clear_cache"):
             value = copy(value)  # what a decode has left in a VAE is no part of it: the next one clears it first
             value.clear_cache()
@@ -209,22 +209,33 @@ class _Pickler(pickle.Pickler):
             )
 
 
-def _has_parts(tensor: torch.Tensor) -> bool:
-    """Whether it is made of plain tensors alone; torch's own such classes, as DTensor, hold process groups."""
-    return is_traceable_wrapper_subclass(tensor) and type(tensor).__module__.partition(".")[0] != "torch"
+def _is_of_class(tensor: torch.Tensor) -> bool:
+    """Whether its class is more than plain elements, and `_parts` has all of it; torch's own such classes, as DTensor,
+    hold process groups."""
+    cls = type(tensor)
+    if cls.__module__.partition(".")[0] == "torch":
+        return False
+    has_elements = cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and tensor.layout is torch.strided
+    return has_elements or is_traceable_wrapper_subclass(tensor)
+
+
+def _parts(tensor: torch.Tensor) -> tuple[dict[str, torch.Tensor], Any]:
+    """The plain tensors of one, and what its class needs besides."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return {"elements": torch.Tensor._make_subclass(torch.Tensor, tensor)}, dict(vars(tensor))
+    names, context = tensor.__tensor_flatten__()
+    return {name: getattr(tensor, name) for name in names}, (context, tuple(tensor.shape), tensor.stride())
 
 
 def _joined(
-    cls: Any,
-    parts: Mapping[str, torch.Tensor],
-    context: Any,
-    size: tuple[int, ...],
-    stride: tuple[int, ...],
-    is_parameter: bool,
-    requires_grad: bool,
+    cls: Any, parts: Mapping[str, torch.Tensor], rest: Any, is_parameter: bool, requires_grad: bool
 ) -> torch.Tensor:
-    """A tensor of a class of its own, from the plain tensors in it."""
-    made: torch.Tensor = cls.__tensor_unflatten__(parts, context, size, stride)
+    """A tensor of a class of its own, from what `_parts` returned."""
+    if isinstance(rest, dict):
+        found: torch.Tensor = torch.Tensor._make_subclass(cls, parts["elements"], requires_grad)
+        vars(found).update(rest)
+        return found
+    made: torch.Tensor = cls.__tensor_unflatten__(parts, *rest)
     return nn.Parameter(made, requires_grad) if is_parameter else made.requires_grad_(requires_grad)
 
 
