@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
 from wanshim.errors import ModelInvalid
-from wanshim.patching.pipeline_call import PREPARE, SHARED, Bind, request_of, run, takes
+from wanshim.patching.pipeline_call import ABILITY, PREPARE, SHARED, Bind, request_of, run, takes
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
     from wanshim.core.generation import GenerationPlan, SharedPipeline
-
-ABILITY = "generate"
 
 
 class PipelineHandle:

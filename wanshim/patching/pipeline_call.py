@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from wanshim.settings import Settings
 
 Bind = Callable[..., "PipelineBinding"]
+ABILITY = "generate"
 _CALLBACK = "callback_on_step_end"
 PREPARE = "wanshim.launch.boot.plugin:activate_in_worker"  # a copy computes with the same patches
 SHARED: WeakKeyDictionary[Any, SharedPipeline] = WeakKeyDictionary()
@@ -43,6 +44,7 @@ def replace_call(bind: Bind) -> Callable[[Callable[..., Any], SeamState], Callab
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not takes(original, self, *args, **kwargs) or not seam.enter():
                 return original(self, *args, **kwargs)
+            hand_over.mark_done(ABILITY)  # now: who has started this process may end it at once
             with _inside():
                 return _share(original, seam, bind, self, *args, **kwargs)
 

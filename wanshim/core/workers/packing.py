@@ -38,7 +38,10 @@ _CONTEXTS: WeakKeyDictionary[Any, bytes] = WeakKeyDictionary()
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """All of a tensor but its elements: what is computed from it has the same bits only if its strides are the same."""
+    """All of a tensor but its elements: what is computed from it has the same bits only if its strides are the same.
+
+    `is_weight`: a parameter, or a part of one, as no forward writes it; what it writes is a module's own.
+    """
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -46,9 +49,10 @@ class TensorSpec:
     on_host: bool
     is_parameter: bool
     requires_grad: bool
+    is_weight: bool
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, *, on_host: bool | None = None) -> TensorSpec:
+    def of(cls, tensor: torch.Tensor, *, on_host: bool | None = None, is_weight: bool = False) -> TensorSpec:
         return cls(
             tuple(tensor.shape),
             tensor.stride(),
@@ -56,6 +60,7 @@ class TensorSpec:
             tensor.device.type == "cpu" if on_host is None else on_host,
             isinstance(tensor, nn.Parameter),
             tensor.requires_grad,
+            is_weight or isinstance(tensor, nn.Parameter),
         )
 
     @property
@@ -73,6 +78,12 @@ class TensorSpec:
             self.stored_size, self.stride, dtype=self.dtype, device=torch.device("cpu") if self.on_host else device
         ).expand(self.size)
         return nn.Parameter(made, self.requires_grad) if self.is_parameter else made
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of such a tensor, on its device."""
+        made = self.empty(tensor.device)
+        elements(made).copy_(elements(tensor))
+        return made
 
     def in_memory(self, copy: HostCopy, offset: int) -> torch.Tensor:
         """Such a dense tensor in memory that processes share."""
@@ -138,7 +149,10 @@ def pack(
             f"{type(value).__qualname__} cannot be copied to another process: {error}",
             expected="objects of classes and functions that a module defines",
         ) from error
-    specs = tuple(TensorSpec.of(t, on_host=False if id(t) in own else None) for t in pickler.tensors)
+    specs = tuple(
+        TensorSpec.of(t, on_host=False if id(t) in own else None, is_weight=id(t) in pickler.of_weights)
+        for t in pickler.tensors
+    )
     return Packed(buffer.getvalue(), specs), pickler.tensors
 
 
@@ -153,6 +167,7 @@ class _Pickler(pickle.Pickler):
     def __init__(self, buffer: io.BytesIO, device: torch.device, modules: Mapping[int, int], own: set[int]) -> None:
         super().__init__(buffer, protocol=5)
         self.tensors: list[torch.Tensor] = []
+        self.of_weights: set[int] = set()  # ids of plain tensors in parameters
         self._device, self._modules, self._moved = device, modules, own
         self._numbers: dict[int, int] = {}
 
@@ -170,8 +185,11 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             parts, rest = _parts(value)
+            inside = set(map(id, parts.values()))
+            if isinstance(value, nn.Parameter) or id(value) in self.of_weights:
+                self.of_weights |= inside
             if id(value) in self._moved:
-                self._moved |= set(map(id, parts.values()))
+                self._moved |= inside
             return _joined, (type(value), parts, rest, isinstance(value, nn.Parameter), value.requires_grad)
         if isinstance(value, nn.Module) and hasattr(type(value), "clear_cache"):
             value = copy(value)  # what a decode has left in a VAE is no part of it: the next one clears it first

@@ -140,31 +140,28 @@ class _Server:
         self._tensors |= {numbers[at]: packed.specs[at].empty(self._device) for at in new if at not in offsets}
         if copy is not None:
             self._tensors |= {numbers[at]: packed.specs[at].in_memory(copy, place) for at, place in offsets.items()}
-        module = self._unpacked(packed, numbers)
+        self._unpacked(packed, numbers)  # if it cannot be, nothing is sent
         self._link.send(("ready",))
         self._mover.receive((self._tensors[numbers[at]] for at in new if at not in offsets), self._link, 0)
         self._synchronize()
-        self._modules[key], self._packed[key] = module, (packed, numbers)
-        if copy is not None:
-            self._stream(key, copy)
-        if set_up is not None:
-            set_up(module)
+        self._packed[key] = packed, numbers
+        self._make(key, copy, set_up)
         return ("held",), []
 
     def renew(self, key: int, set_up: Any) -> Any:
         """Make a held module again, of the same tensors. It replies only where that fails."""
-        copy = self._end_stream(key)
-        module = self._modules[key] = self._unpacked(*self._packed[key])
-        if copy is not None:
-            self._stream(key, copy)
-        if set_up is not None:
-            set_up(module)
+        self._make(key, self._end_stream(key), set_up)
         return None, []
 
-    def _stream(self, key: int, copy: HostCopy) -> None:
-        from wanshim.core.streaming import compute_from
+    def _make(self, key: int, copy: HostCopy | None, set_up: Any) -> None:
+        """Make a module of its tensors, which are here."""
+        module = self._modules[key] = self._unpacked(*self._packed[key])
+        if copy is not None:
+            from wanshim.core.streaming import compute_from
 
-        self._streams[key] = copy, compute_from(copy, self._modules[key], self._device)
+            self._streams[key] = copy, compute_from(copy, module, self._device)
+        if set_up is not None:
+            set_up(module)
 
     def _mapped(self, host: Placed) -> HostCopy:
         """The memory whose descriptor comes next, mapped, and its pages locked, once."""
@@ -206,7 +203,9 @@ class _Server:
     def _unpacked(self, packed: Packed, numbers: Sequence[int]) -> Any:
         from .packing import unpack
 
-        return unpack(packed, [self._tensors[number] for number in numbers])
+        held = [self._tensors[number] for number in numbers]
+        # A forward may write what is no weight, as peft does the scale of a LoRA: each module has its own.
+        return unpack(packed, [t if s.is_weight else s.copy(t) for t, s in zip(held, packed.specs, strict=True)])
 
     def call(self, settings: dict[str, Any], packed: Packed) -> Any:
         from . import numerics
