@@ -24,6 +24,7 @@ import torch
 import wanshim
 from tests.contract.diffusers import wan_pipelines
 from tests.contract.diffusers.wan_pipelines import generate
+from tests.contract.scripts import check_shared
 from wanshim.adapters.diffusers.generate import bind
 from wanshim.core.decoding.ranks.exchange import Comm
 from wanshim.core.decoding.run import CallRun
@@ -710,6 +711,16 @@ def test_an_unmodified_script_has_the_same_frames_by_one_command(tmp_path: Path)
     assert "diffusers.generate: WanPipeline on cpu, cpu: guidance over 2" in done["shared"].stderr
     frames = [torch.load(tmp_path / name, weights_only=True) for name in commands]
     assert torch.equal(*frames)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["here", "spawn"])
+def test_service_has_its_frames_and_the_report_is_true(way: str, tmp_path: Path) -> None:
+    if not hasattr(wan_pipelines.wan(), "enable_lora_hotswap"):
+        pytest.skip("pipelines of this release have no enable_lora_hotswap")
+    said = check_shared(tmp_path, "tests.contract.diffusers.service", *([way] * (way == "spawn")))
+    assert "left to the framework" not in said, said
+    assert "had no effect" not in said, said
 
 
 AHEAD = """

@@ -380,23 +380,29 @@ def test_what_a_module_imports_is_its_own_however_that_is_installed(
     assert reason == ("" if taken else "some_model.attend is some_attention.attend here")
 
 
+@pytest.mark.parametrize("file", ["__init__.py", "inner.py"], ids=["package", "namespace package"])
 @pytest.mark.parametrize("installed", [True, False])
-def test_package_is_installed_where_its_metadata_lies(installed: bool, tmp_path: Path, monkeypatch: Patch) -> None:
-    """Not by the interpreter's own folders alone: `pip install --target` knows others."""
+def test_package_is_installed_where_its_metadata_lies(
+    installed: bool, file: str, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """Not by the interpreter's own folders alone: `pip install --target` knows others. A namespace package, as
+    optimum is, has no file of its own."""
     (tmp_path / "some_layers").mkdir()
     text = "import torch\n\nclass Layer(torch.nn.Linear):\n    pass\n"
-    (tmp_path / "some_layers" / "__init__.py").write_text(text)
+    (tmp_path / "some_layers" / file).write_text(text)
     if installed:
         (tmp_path / "some_layers-1.0.dist-info").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
     own_code._lies_among_packages.cache_clear()
+    name = "some_layers" if file == "__init__.py" else "some_layers.inner"
     try:
-        made = nn.Sequential(importlib.import_module("some_layers").Layer(2, 2))
+        made = nn.Sequential(importlib.import_module(name).Layer(2, 2))
         reason = own_code.why_other_code(made)
     finally:
-        sys.modules.pop("some_layers", None)
+        for each in ("some_layers", "some_layers.inner"):
+            sys.modules.pop(each, None)
         own_code._lies_among_packages.cache_clear()
-    assert reason == ("" if installed else "0: some_layers.Layer is no class of an installed package")
+    assert reason == ("" if installed else f"0: {name}.Layer is no class of an installed package")
 
 
 def test_backend_that_the_model_has_itself_is_copied(shared: SharedPipeline, monkeypatch: Patch) -> None:
@@ -441,6 +447,29 @@ def test_models_that_another_thread_calls_meanwhile_compute_in_this_process(shar
 
     assert torch.equal(expected, shared.run(partial(bind, pipe), call))
     assert torch.equal(seen[0], alone)
+
+
+def test_a_vae_that_another_thread_calls_meanwhile_computes_in_this_process(shared: SharedPipeline) -> None:
+    """As a service decodes the last video, or a preview, beside the steps: the workers are for the call."""
+    pipe, seen = wan_pipelines.wan(), []
+    latents = torch.ones(1, 16, 2, 4, 4)
+    alone = pipe.vae.decode(latents, return_dict=False)[0].detach()
+
+    def decode() -> None:
+        with torch.no_grad():
+            seen.append(pipe.vae.decode(latents, return_dict=False)[0])
+
+    def callback(*_: Any) -> dict[str, Any]:
+        thread = threading.Thread(target=decode)
+        thread.start()
+        thread.join()
+        return {}
+
+    expected, before = generate(pipe, "wan"), shared.shared_vae_calls
+    assert torch.equal(expected, over_two(shared, pipe, callback_on_step_end=callback))
+    assert shared.shared_vae_calls - before == 1
+    assert len(seen) == 3
+    assert all(torch.equal(alone, each) for each in seen)
 
 
 @pytest.mark.parametrize("kind", ["function", pytest.param("object", marks=pytest.mark.slow), "diffusers"])

@@ -85,6 +85,26 @@ class Coded(torch.Tensor):
         return func(*plain[0], **plain[1])
 
 
+class Kind(nn.Parameter):
+    """A weight of elements and an attribute, as those of GGUF files are."""
+
+    kind = "none"
+
+
+class Written(nn.Module):
+    """As an adapter of which each forward has a scale: what it writes in place is no weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = {"adapter": torch.ones(1)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scales["adapter"] *= 0.5
+        scaled = x * self.scales["adapter"]
+        self.scales["adapter"] = self.scales["adapter"] / 0.5
+        return scaled
+
+
 def addresses(model: Scale) -> tuple[bool, tuple[int, ...], tuple[int, ...]]:
     return model.tied is model.linear, model.turned.stride(), model.plain[0].stride()
 
@@ -101,6 +121,11 @@ def context() -> tuple[bool, bool, bool, torch.dtype, int]:
 
 def class_of_weight(model: Scale) -> tuple[str, bool]:
     return type(model.linear.weight).__name__, isinstance(model.linear.weight, nn.Parameter)
+
+
+def kind_of_weight(model: Scale) -> tuple[str, str, bool]:
+    weight = model.linear.weight
+    return type(weight).__name__, getattr(weight, "kind", ""), model.tied.weight is weight
 
 
 def described(module: nn.Module, name: str) -> str:

@@ -21,7 +21,7 @@ from tests.unit.workers import functions
 from tests.unit.workers.forked import forked  # noqa: F401, a fixture
 from wanshim.core.workers import Workers
 from wanshim.core.workers import pool as pool_module
-from wanshim.core.workers.packing import elements
+from wanshim.core.workers.packing import elements, pack
 from wanshim.errors import WanshimError, WorkersFailed, WorkersInvalid
 
 CPU = torch.device("cpu")
@@ -342,6 +342,34 @@ def test_a_quantized_weight_is_copied_as_it_is_stored(pool, model):
     codes[0] += 1
     assert pool.hold(model) == 35, "the codes alone"
     assert equal(pool, model)
+
+
+def test_a_weight_whose_class_adds_attributes_is_copied_with_them(pool, model):
+    model.linear.weight = functions.Kind(model.linear.weight.detach())
+    model.linear.weight.kind = "q8"
+    pool.hold(model)
+    assert equal(pool, model)
+    assert pool.hold(model) == 0
+    assert result(pool, functions.kind_of_weight, model) == ("Kind", "q8", True)
+    model.linear.weight.kind = "q4"
+    assert pool.hold(model) == 0, "no element is another"
+    assert result(pool, functions.kind_of_weight, model) == ("Kind", "q4", True)
+
+
+def test_parts_of_weights_that_are_moved_are_for_the_device_of_the_worker(model):
+    codes = functions.Coded(torch.ones(7, 5, dtype=torch.int8), torch.rand(7, 1))
+    model.linear.weight = nn.Parameter(codes, requires_grad=False)
+    model.linear.bias = functions.Kind(model.linear.bias.detach())
+    packed, tensors = pack(model, CPU, moved=True)
+    on_host = [spec.on_host for spec, tensor in zip(packed.specs, tensors, strict=True) if spec.is_weight]
+    assert on_host == [False] * 5, "codes, scales, bias, turned, offset"
+
+
+def test_a_copy_that_is_made_again_has_nothing_that_its_forward_has_written(pool):
+    written, other, x = functions.Written(), functions.Written(), torch.ones(2)
+    for module in (written, written, other):
+        pool.hold(module, renew=True)
+        assert torch.equal(result(pool, module, x), module(x))
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ _CONTEXTS: WeakKeyDictionary[Any, bytes] = WeakKeyDictionary()
 class TensorSpec:
     """All of a tensor but its elements: what is computed from it has the same bits only if its strides are the same.
 
-    `is_weight`: a parameter, or a part of one, as no forward writes it; what it writes is a module's own.
+    `is_weight`: a parameter or buffer, or a part of one. What else a module has may be written by its forward.
     """
 
     size: tuple[int, ...]
@@ -60,7 +60,7 @@ class TensorSpec:
             tensor.device.type == "cpu" if on_host is None else on_host,
             isinstance(tensor, nn.Parameter),
             tensor.requires_grad,
-            is_weight or isinstance(tensor, nn.Parameter),
+            is_weight,
         )
 
     @property
@@ -138,7 +138,8 @@ def pack(
         WorkersInvalid: something in it cannot be copied.
     """
     buffer = io.BytesIO()
-    own = {id(tensor) for tensor in (*value.parameters(), *value.buffers())} if moved else set()
+    is_module = isinstance(value, nn.Module)
+    own = {id(tensor) for tensor in (*value.parameters(), *value.buffers())} if is_module else set()
     pickler = _Pickler(buffer, device, {id(module): key for key, module in (modules or {}).items()}, own)
     try:
         pickler.dump(value)
@@ -150,7 +151,7 @@ def pack(
             expected="objects of classes and functions that a module defines",
         ) from error
     specs = tuple(
-        TensorSpec.of(t, on_host=False if id(t) in own else None, is_weight=id(t) in pickler.of_weights)
+        TensorSpec.of(t, on_host=False if moved and id(t) in own else None, is_weight=id(t) in own)
         for t in pickler.tensors
     )
     return Packed(buffer.getvalue(), specs), pickler.tensors
@@ -167,8 +168,7 @@ class _Pickler(pickle.Pickler):
     def __init__(self, buffer: io.BytesIO, device: torch.device, modules: Mapping[int, int], own: set[int]) -> None:
         super().__init__(buffer, protocol=5)
         self.tensors: list[torch.Tensor] = []
-        self.of_weights: set[int] = set()  # ids of plain tensors in parameters
-        self._device, self._modules, self._moved = device, modules, own
+        self._device, self._modules, self._own = device, modules, own
         self._numbers: dict[int, int] = {}
 
     def persistent_id(self, value: Any) -> tuple[str, int] | None:
@@ -185,11 +185,8 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             parts, rest = _parts(value)
-            inside = set(map(id, parts.values()))
-            if isinstance(value, nn.Parameter) or id(value) in self.of_weights:
-                self.of_weights |= inside
-            if id(value) in self._moved:
-                self._moved |= inside
+            if id(value) in self._own:
+                self._own |= set(map(id, parts.values()))
             return _joined, (type(value), parts, rest, isinstance(value, nn.Parameter), value.requires_grad)
         if isinstance(value, nn.Module) and hasattr(type(value), "clear_cache"):
             value = copy(value)  # what a decode has left in a VAE is no part of it: the next one clears it first

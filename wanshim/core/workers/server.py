@@ -204,7 +204,7 @@ class _Server:
         from .packing import unpack
 
         held = [self._tensors[number] for number in numbers]
-        # A forward may write what is no weight, as peft does the scale of a LoRA: each module has its own.
+        # A forward may write the others, as peft does the scale of a LoRA: each module has its own.
         return unpack(packed, [t if s.is_weight else s.copy(t) for t, s in zip(held, packed.specs, strict=True)])
 
     def call(self, settings: dict[str, Any], packed: Packed) -> Any:
