@@ -32,7 +32,6 @@ PIPELINE = "diffsynth.pipelines.wan_video:WanVideoPipeline"
 H3_PIPELINE = "diffsynth.pipelines.minimax_h3_audio_video:MiniMaxH3Pipeline"
 DIT, H3_DIT = "diffsynth.models.wan_video_dit", "diffsynth.models.minimax_h3_dit"
 PROGRESS = "progress_bar_cmd"
-OF_A_CALL = {"sliding_window_size": "sliding_window_size: windows of frames overlap in one forward"}
 _NUMBERS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of a script's TeaCaches, of which a call has two
 _next = itertools.count()
 _KEPT: dict[int, Any] = {}  # of a worker: the TeaCache of its forward in this call
@@ -56,7 +55,7 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
     given = signature.bind_partial(pipe, *args, **kwargs)
     given.apply_defaults()
     parts = _parts(pipe)
-    _check(pipe, parts, given.arguments)
+    _check(pipe, parts)
     offload, device = vram.replaceable(pipe, parts), vram.computing_device(pipe, parts)
     with contextlib.ExitStack() as plain:
         for part in parts.values():
@@ -65,6 +64,8 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
     compiled = any(map(is_compiled, parts.values()))
     if compiled:
         no_sequence = "its DiT is compiled as one device computes it"
+    elif given.arguments.get("sliding_window_size") is not None:
+        no_sequence = "sliding_window_size: windows of frames overlap in one forward"
     elif device is not None and offload is None:
         no_sequence = no_sequence or "its DiT is under VRAM management that keeps it on the GPU"
     merged = given.arguments.get("cfg_merge", False)
@@ -98,7 +99,7 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
         no_sequence="TeaCache skips forwards by what it has of all tokens" if cached else no_sequence,
         heads=heads,
         may_change=may_change,
-        check=partial(_check, pipe, parts, given.arguments),
+        check=partial(_check, pipe, parts),
         vae=None if vram.is_managed(vae) else vae,
         device=device,
         offload=offload,
@@ -185,7 +186,7 @@ def _is_around(function: Any, own: Any) -> bool:
     return inspect.unwrap(function or print) is inspect.unwrap(own)
 
 
-def _check(pipe: Any, parts: dict[str, Any], given: dict[str, Any]) -> None:
+def _check(pipe: Any, parts: dict[str, Any]) -> None:
     from wanshim.adapters.diffsynth import vram
     from wanshim.adapters.diffsynth.splitting import refusals
     from wanshim.adapters.diffsynth.splitting.family import class_of
@@ -198,9 +199,6 @@ def _check(pipe: Any, parts: dict[str, Any], given: dict[str, Any]) -> None:
     reason = refusals.why_sharded_by_diffsynth(pipe)
     if reason:
         raise NotShared(reason)
-    for name, reason in OF_A_CALL.items():
-        if given.get(name) is not None:
-            raise NotShared(reason)
     if "dit" not in parts:
         raise NotShared("it has no dit")
     for name, part in parts.items():

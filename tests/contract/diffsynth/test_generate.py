@@ -108,6 +108,14 @@ def test_tiles_of_diffsynth_are_its_own(shared: SharedPipeline) -> None:
     assert shared.shared_vae_calls == before
 
 
+def test_windows_of_frames_go_over_two_by_guidance(shared: SharedPipeline) -> None:
+    pipe, windows = wan_pipelines.MADE["i2v"](), {"sliding_window_size": 2, "sliding_window_stride": 1}
+    expected, size = generate(pipe, "i2v", num_frames=13), {"num_frames": 13, **windows}
+    in_windows = generate(pipe, "i2v", **size)
+    assert not torch.equal(expected, in_windows)
+    assert torch.equal(in_windows, run(shared, pipe, "i2v", (2, 1), asked=False, **size))
+
+
 @pytest.mark.slow
 def test_without_guidance_tokens_go_over_processes_at_an_odd_size(shared: SharedPipeline) -> None:
     pipe = wan_pipelines.MADE["t2v"]()
@@ -254,20 +262,9 @@ def test_frames_are_those_of_tea_cache_on_one_gpu(cfg_scale: float, request: pyt
     assert torch.equal(generate(pipe, "t2v", **steps), without) or cfg_scale == 1.0  # whose tokens go over both
 
 
-@pytest.mark.parametrize(
-    ("changed", "text"),
-    [
-        (
-            {**TEA_CACHE, "progress_bar_cmd": lambda steps: (step for step in steps)},
-            "code between steps may change what TeaCache has kept",
-        ),
-        ({"sliding_window_size": 1, "sliding_window_stride": 1}, "sliding_window_size: windows"),
-    ],
-    ids=["TeaCache", "sliding window"],
-)
-def test_a_call_that_is_not_served_runs_on_one_gpu_and_under_strict_it_stops(
-    changed: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_that_is_not_served_runs_on_one_gpu_and_under_strict_it_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = {**TEA_CACHE, "progress_bar_cmd": lambda steps: (step for step in steps)}
+    text = "code between steps may change what TeaCache has kept"
     pipe = wan_pipelines.MADE["t2v"]()
     expected = generate(pipe, "t2v", num_inference_steps=1, **changed)
     monkeypatch.setenv("WANSHIM_GENERATE", "2")
