@@ -74,8 +74,8 @@ def choose_devices(own: torch.device, request: Request) -> tuple[torch.device, .
     """The pipeline's own device and those of the workers.
 
     Raises:
-        ModelInvalid: there are fewer than asked for, or they do not begin with the pipeline's own.
-        NotShared: the pipeline is on the CPU of a machine with GPUs.
+        ModelInvalid: those that are named do not begin with the pipeline's own.
+        NotShared: the program sees fewer than asked for, or the pipeline is on the CPU of a machine with GPUs.
     """
     if request.devices is not None:
         return _named(own, request.devices)
@@ -85,7 +85,7 @@ def choose_devices(own: torch.device, request: Request) -> tuple[torch.device, .
         return (own,) * (request.gpus or 1)
     present = torch.cuda.device_count()
     if request.gpus is not None and request.gpus > present:
-        raise ModelInvalid(f"{request.gpus} GPUs for a pipeline", expected=f"at most the {present} in sight")
+        raise NotShared(f"{request.gpus} GPUs were asked for, and the program sees {present}")
     others = [torch.device("cuda", index) for index in range(present) if index != own.index]
     return (own, *others[: (request.gpus or present) - 1])
 

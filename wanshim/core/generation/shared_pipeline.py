@@ -154,8 +154,8 @@ class SharedPipeline:
         """The devices of its models and of the workers.
 
         Raises:
-            NotShared: its models cannot be copied, or not to these devices.
-            ModelInvalid: there are fewer devices than asked for.
+            NotShared: its models cannot be copied, or not to these devices, or there are fewer than asked for.
+            ModelInvalid: those that are named do not begin with the pipeline's own.
         """
         with binding.as_made():
             for name, module in binding.modules.items():
