@@ -91,14 +91,15 @@ def _imports(module: str, name: str, home: str) -> bool:
 
 
 def _parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Its modules, and the objects in them that are called, such as attention processors; one of each class."""
+    """Its modules, and the objects in them that have code: those that are called, such as attention processors, and
+    tensors, as of quantized weights; one of each class."""
     seen: set[type] = set()
     for path, module in model.named_modules():
-        for part in (module, *vars(module).values()):
+        for part in (module, *module._parameters.values(), *module._buffers.values(), *vars(module).values()):
             is_new = type(part) not in seen and (part is module or not isinstance(part, nn.Module))
             if is_new:
                 seen.add(type(part))
-            if is_new and (part is module or _has_call(part)):
+            if is_new and (part is module or isinstance(part, torch.Tensor) or _has_call(part)):
                 yield path, part
 
 

@@ -555,6 +555,9 @@ class _Call:
             at_once = [bytes_when_streamed(module) or num_bytes(module) for module in here]
             rest = 0 if self._binding.vae is None else num_bytes(self._binding.vae)
             working = self._shared.working_bytes(forward, *forward.as_sent(args, kwargs))
+        why_one = "one GPU was asked for" if self._shared.request.asks_for_one else "one GPU is in sight"
+        if self._binding.offload is not None and not any(parts):
+            why_one += ", and what is not plain tensors in blocks stays with the script's offload"
         job = GenerationJob(
             pipeline=self._binding.name,
             devices=tuple(map(str, self._devices)),
@@ -562,7 +565,7 @@ class _Call:
             no_sequence=self._binding.no_sequence,
             heads=self._binding.heads,
             at_most=self._shared.request.at_most,
-            why_one="one GPU was asked for" if self._shared.request.asks_for_one else "one GPU is in sight",
+            why_one=why_one,
             weights=weights,
             is_offloaded=self._binding.device is not None,
             own_streamed=None if self._binding.offload is None or not any(parts) else rest + sum(at_once),
