@@ -522,7 +522,7 @@ def _seam_state(state: SeamState, covered: str | None) -> State:
         return State.APPLIED
     if state.effects > 0:
         return State.EXERCISED
-    return State.UNNEEDED if state.unneeded else State.INEFFECTIVE
+    return State.UNNEEDED if state.unneeded and not state.fallbacks else State.INEFFECTIVE
 
 
 def _feature_state(run: FeatureRun | None, decision: Decision, seams: Sequence[SeamRow]) -> State:

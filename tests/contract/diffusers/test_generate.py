@@ -946,6 +946,22 @@ def test_one_gpu_is_the_reason_where_one_was_asked_for(by: str, monkeypatch: pyt
     assert row.notes == ("one GPU was asked for, over which nothing is shared",)
 
 
+def test_on_one_gpu_an_offload_that_is_not_replaced_is_named_behind_a_call_without_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WANSHIM_GENERATE", "1")
+    wanshim.activate()
+    pipe = wan_pipelines.wan()
+    generate(pipe, "wan")
+    pipe.transformer = wan_pipelines._dit(num_layers=1)  # a block alone cannot take turns
+    pipe.enable_model_cpu_offload(device="cpu")
+    generate(pipe, "wan")
+    reason = "one GPU was asked for, and what is not plain tensors in blocks stays with the script's offload"
+    assert wanshim.report().row("diffusers.generate").outcome == (
+        f"left to the framework 1 time: WanPipeline on one GPU: {reason}"
+    )
+
+
 @pytest.mark.parametrize(
     ("variables", "command", "text"),
     [
