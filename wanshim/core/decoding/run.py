@@ -36,7 +36,7 @@ from wanshim.core.decoding.operators.kernel_compiler import (
     needed,
     patience,
 )
-from wanshim.core.decoding.operators.strict_checks import Checks, sizes_of
+from wanshim.core.decoding.operators.strict_checks import Checks
 from wanshim.core.decoding.operators.strict_cuda import StrictCudaOperators
 from wanshim.core.decoding.operators.strict_kernels import available
 from wanshim.core.decoding.operators.weights import FastWeights

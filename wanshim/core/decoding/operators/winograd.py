@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from wanshim.core.decoding.model.graph import Conv
 from wanshim.core.shared.optional_triton import tl, triton
 
+from .launch import launch, takes_kernels
 from .layout import used_strides, wide
 
 _CHANNELS = 96  # with fewer, parts and products take as long in memory as is saved
@@ -193,10 +194,11 @@ class DeferredOutput:
 def split_into(x: torch.Tensor, parts: list[torch.Tensor]) -> None:
     """The parts of `x`; an incomplete group is followed by zeros."""
     groups, frames = parts[0].shape[2], x.shape[2]
-    if triton is not None and x.is_cuda:
+    if triton is not None and takes_kernels(x):
         values, batch = x[0, :, 0].numel(), x.shape[0]
-        _split[(triton.cdiv(values, _BLOCK), batch)](
-            x, *parts, groups, frames, values, used_strides(x)[0], used_strides(parts[0])[0], _OF_PARTS, BLOCK=_BLOCK
+        sizes, strides = (groups, frames, values), (used_strides(x)[0], used_strides(parts[0])[0])
+        launch(
+            _split, (triton.cdiv(values, _BLOCK), batch), x, *parts, *sizes, *strides, _OF_PARTS, BLOCK=_BLOCK
         )
         return
     x = F.pad(x, (0, 0, 0, 0, 0, GROUP * groups + 2 - frames))
