@@ -1,7 +1,7 @@
-"""A dry run of a call: the operators on meta tensors of its size, to see which Triton kernels it launches.
+"""A dry run of a call: the operators on meta tensors of its size, to note which Triton kernels it launches.
 
-Nothing is computed, and no device is touched. What a call finds out by comparing values has an answer here: every
-kernel gives the framework's bits, and so does cuDNN's engine of each convolution, where there are engines.
+Nothing is computed, and no device is touched. What a call finds out by comparing values has an answer here: each kernel
+gives the framework's bits, and each convolution goes one way.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -17,113 +16,115 @@ from torch import nn
 
 from .model.encoder_graph import EncoderGraph, Graph
 from .model.graph import Conv
-from .modes.network import History, decode_chunk, encode_chunk, run_in_order
+from .modes.network import History, VaeRun, run_in_order
 from .operators import fused
 from .operators.base import FastOperators, Operators
 from .operators.convolution import Convolution
-from .operators.engines import Engines
 from .operators.launch import Launch, noted
 from .operators.strict_checks import Checks
-from .operators.strict_convolutions import FRAMEWORK, Way, Ways
+from .operators.strict_convolutions import Way, Ways
 from .operators.strict_cuda import StrictCudaOperators
 from .operators.strict_kernels import channels_last
 from .operators.weights import FastWeights
+from .operators.winograd import PARTS, Buffers, DeferredOutput
 from .plan import spans
 
+_USUAL = (480, 832), (720, 1280)  # height and width of the videos whose kernels are compiled before the first call
+_FRAMES = {True: 3, False: 9}  # latent frames, if strict or not: those that follow launch the same
+_CHUNK = {True: 1, False: 8}
+_BY_TORCH = Way(padded=False, biased=False)  # zeros left to cuDNN, the bias added later: most of torch's ways give that
 
-def dry_run(graph, shape, dtype, *, strict, engines, draws=None) -> list[Launch]:
-    like = torch.empty(0, dtype=dtype, device="meta")
-    graph = _on_meta(graph)
-    given = like.new_empty(shape)
-    frames = min(graph.extent(shape)[2], 3 if strict else 9)
-    with noted() as launches, torch.no_grad():
+
+def usual_shapes(graph: Graph) -> list[tuple[int, ...]]:
+    """Of the inputs of calls that are likely to come."""
+    pixels, frames = graph.scale_s * graph.patch_size, _FRAMES[False]
+    latents = [(side // (2 * pixels) * 2 for side in size) for size in _USUAL]  # they have even sizes
+    if isinstance(graph, EncoderGraph):
+        return [(1, graph.input_channels, graph.frames(frames), *(pixels * side for side in size)) for size in latents]
+    return [(1, graph.input_channels, frames, *size) for size in latents]
+
+
+@torch.no_grad()
+def dry_run(graph: Graph, shape: Sequence[int], dtype: torch.dtype, *, strict: bool, engines: bool) -> list[Launch]:
+    """The launches of a call on one GPU, in the order of use.
+
+    Args:
+        shape: of its input.
+        engines: convolutions go by cuDNN's engines, which compute channels last; False: as torch computes them.
+    """
+    graph, given = _on_meta(graph), torch.empty(tuple(shape), dtype=dtype, device="meta")
+    with noted() as launches:
         if strict:
-            for way in draws:
-                checks = Checks()
-                checks.ways = _DryWays(way)
-                checks.prepare(graph, like, None)
-                _run(graph, StrictCudaOperators(checks), given, frames, 1)
+            checks = Checks(lambda module: False)
+            checks.ways = _DryWays(engines)
+            checks.prepare(graph, given, None)
+            _run(graph, StrictCudaOperators(checks), given, strict)
         else:
-            dry = _DryEngines()
             with FastWeights(graph, dtype) as weights:
-                ops = FastOperators(weights, None, dry, dry.by_winograd if engines else None)
-                _run(graph, ops, given, frames, 8)
+                ops = FastOperators(weights, None, _convolve, _by_winograd if engines else None)
+                _run(graph, ops, given, strict)
     return list(launches)
 
 
-def _run(graph, ops, given, frames, chunk) -> None:
-    encodes = isinstance(graph, EncoderGraph)
-    source = given if encodes else ops.quant(graph.post_quant, given)
-
-    def part(start, stop):
-        piece = graph.cut(source, 2, start, stop)
-        return encode_chunk(graph, ops, piece, first=start == 0) if encodes else decode_chunk(graph, ops, piece, first=start == 0)
-
-    for _ in run_in_order(spans(0, frames, chunk), part, History().answer):
+def _run(graph: Graph, ops: Operators, given: torch.Tensor, strict: bool) -> None:
+    unused: dict[str, Any] = dict.fromkeys(("job", "plan", "comm", "sink"))
+    run = VaeRun(graph=graph, ops=ops, given=given, **unused)
+    steps = spans(0, min(graph.extent(given.shape)[2], _FRAMES[strict]), _CHUNK[strict])
+    for _ in run_in_order(steps, partial(run.chunk, run.source()), History().answer):
         pass
 
 
 def _on_meta(part: Any) -> Any:
-    """The same part of a graph with weights on meta."""
+    """A part of a graph with weights that have shapes and no values."""
     if isinstance(part, nn.Module):
-        module = object.__new__(type(part))
-        own = {name: None if x is None else torch.empty_like(x, device="meta") for name, x in part._parameters.items()}
-        module.__dict__ = part.__dict__ | {"_parameters": own}
-        return module
+        copy = object.__new__(type(part))
+        meta = {k: None if x is None else torch.empty_like(x, device="meta") for k, x in part._parameters.items()}
+        copy.__dict__ = part.__dict__ | {"_parameters": meta}
+        return copy
     if isinstance(part, Conv):
         return replace(part, module=_on_meta(part.module), resolve=None)
     if isinstance(part, tuple):
         return tuple(map(_on_meta, part))
-    if is_dataclass(part):
+    if is_dataclass(part) and not isinstance(part, type):
         return replace(part, **{each.name: _on_meta(getattr(part, each.name)) for each in fields(part)})
     return part
 
 
 class _DryWays(Ways):
-    def __init__(self, way_of):
-        super().__init__()
-        self._way_of = way_of
+    """One way for every convolution, and what it is compared with the others by."""
 
-    def of(self, conv, shape, padding, like):
+    def __init__(self, engines: bool) -> None:
+        super().__init__()
+        self._by_engines = engines
+
+    def of(self, conv: Conv, shape: tuple[int, ...], padding: tuple[int, int], like: torch.Tensor) -> Way:
+        if not self._by_engines:
+            return _BY_TORCH
         module = conv.current()
         weight, x = like.new_empty(module.weight.shape), like.new_empty(shape)
-        way = self._way_of(conv)
-        if way is not None:
-            return way
-        channels_last(weight), channels_last(x)
-        full = padding if len(shape) == 4 else (0, *padding)
-        out = Convolution(weight, tuple(module.stride), full).output_shape(x)
-        return Way(relaid=_convolve, strides=like.new_empty(out).stride())
+        channels_last(weight)
+        channels_last(x)
+        whole = Convolution(weight, tuple(module.stride), padding if len(shape) == 4 else (0, *padding))
+        return Way(relaid=_convolve, strides=like.new_empty(whole.output_shape(x)).stride())
 
 
-def _convolve(x, weight, stride, padding):
+def _convolve(x: torch.Tensor, weight: torch.Tensor, stride: tuple[int, ...], padding: tuple[int, ...]) -> torch.Tensor:
+    """An empty result, channels last. torch's own on meta lies otherwise."""
     return Convolution(weight, tuple(stride), tuple(padding)).empty(x)
 
 
-class _DryEngines(Engines):
-    def __init__(self) -> None:
-        super().__init__(None, None)
+def _by_winograd(
+    x: torch.Tensor, weight: torch.Tensor, split: Callable[[], torch.Tensor], padding: tuple[int, ...]
+) -> DeferredOutput | None:
+    """As `Engines.by_winograd` in one piece, where it is faster; what it compares and times included."""
+    conv = Convolution(weight, (1, 1, 1), tuple(padding))
+    out = conv.empty(x)
+    weights = weight.expand(PARTS, *weight.shape)
+    products = Buffers(x, out.shape).multiply(x, weights, _nothing)
+    for main in (products, out):
+        fused.sum_into(main, None, None, out)
+    return DeferredOutput(x, out.shape, weights, [(0, out.shape[2], _nothing)])
 
-    def _facts(self, conv, x):
-        return {}
 
-    def _chosen_run(self, conv, x, out, facts, search, accept):
-        search()
-        accept(_nothing)
-        return _nothing
-
-    def _fastest(self, conv, x, limit):
-        return [_nothing]
-
-    def _build(self, conv, x, out, engine):
-        return engine
-
-    def _time_often(self, work):
-        work()
-        return 0.0
-
-    def _is_close(self, conv, x, out, run):
-        run(x, conv.weight, out)
-        return True
-
-def _nothing(*args): pass
+def _nothing(*tensors: torch.Tensor) -> None:
+    pass

@@ -42,11 +42,6 @@ def conv_flags() -> tuple[object, ...]:
     return cudnn.enabled, cudnn.benchmark, cudnn.deterministic, torch.are_deterministic_algorithms_enabled(), precision
 
 
-def default_flags() -> bool:
-    """Whether torch chooses the engines of convolutions of 16-bit values as it does if nothing is said."""
-    return conv_flags()[:-1] == (True, False, False, False)
-
-
 class StrictOperators:
     """The framework's own arithmetic, step by step.
 

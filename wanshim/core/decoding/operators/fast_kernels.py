@@ -58,7 +58,8 @@ def add_duplicate(
     _, c, t, h, w = out.shape
     block_c, block_p, programs = _blocks(c, out.shape)
     launch(
-        _duplicate, (programs,), main, main if bias is None else bias, source, out, t, h, w, *_outer(main), *_outer(source), *_outer(out),
+        _duplicate, (programs,),
+        main, main if bias is None else bias, source, out, t, h, w, *_outer(main), *_outer(source), *_outer(out),
         PHASES=main.shape[1] != c, C=c, BLOCK_C=block_c, BLOCK_P=block_p, FACTOR_T=dup.factor_t, FACTOR_S=dup.factor_s,
         REPEATS=dup.repeats, LEAD=dup.factor_t - 1 if first else 0, HAS_BIAS=bias is not None,
     )  # fmt: skip

@@ -43,7 +43,7 @@ class Launch:
             triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
 
 
-_noted: ContextVar[dict[Launch, None]] = ContextVar("launches of a dry run")
+_noted: ContextVar[dict[Launch, None] | None] = ContextVar("launches of a dry run", default=None)
 
 
 @contextmanager
@@ -59,18 +59,19 @@ def noted() -> Iterator[dict[Launch, None]]:
 
 def takes_kernels(x: torch.Tensor) -> bool:
     """Is `x` on a GPU, or in a dry run in place of what would be?"""
-    return x.is_cuda or x.is_meta
+    return x.is_cuda or (x.is_meta and _noted.get() is not None)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **given: Any) -> None:
-    """`kernel[grid](...)`, or a note of it. The first argument is a tensor."""
-    if not args[0].is_meta:
+    """`kernel[grid](...)`, or in a dry run a note of it."""
+    launches = _noted.get()
+    if launches is None:
         kernel[grid](*args, **given)
         return
     options = {name: given.pop(name) for name in list(given) if name not in kernel.arg_names}
     values = dict(zip(kernel.arg_names, args)) | given
     kinds, examples = zip(*(_told_apart(each, values[each.name]) for each in kernel.params))
-    _noted.get()[Launch(kernel, kinds, tuple(options.items()), examples)] = None
+    launches[Launch(kernel, kinds, tuple(options.items()), examples)] = None
 
 
 def _told_apart(parameter: Any, value: Any) -> tuple[Any, Any]:

@@ -139,6 +139,8 @@ def sizes(norm: Norm, x: torch.Tensor, way: Sizes) -> torch.Tensor:
 
 
 def _lengths(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    if x.is_meta:  # in a tenth of torch's time
+        return x.new_empty((len(x), 1, *x.shape[2:]), dtype=dtype)
     return torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=dtype)
 
 

@@ -43,7 +43,8 @@ def norm_into(
     """out = silu(x / size * scale * gamma + 0), for `size` [B, 1, T, H, W] of any dtype."""
     if x.numel():
         launch(
-            _norm, _grid(x, 1), x, size, gamma, out, **_extents(x, 1), **_strides("x", x), **_strides("s", size), **_strides("o", out),
+            _norm, _grid(x, 1), x, size, gamma, out,
+            **_extents(x, 1), **_strides("x", x), **_strides("s", size), **_strides("o", out),
             scale=scale, SILU=silu, **_EXACT,
         )  # fmt: skip
 
@@ -52,7 +53,8 @@ def sum_into(main: torch.Tensor, bias: torch.Tensor | None, skip: torch.Tensor |
     """out = (main + bias) + skip; `out` may be `main`."""
     if main.numel():
         launch(
-            _sum, _grid(main, 1), main, main if bias is None else bias, main if skip is None else skip, out, **_extents(main, 1),
+            _sum, _grid(main, 1),
+            main, main if bias is None else bias, main if skip is None else skip, out, **_extents(main, 1),
             **_strides("x", main), **_strides("s", main if skip is None else skip), **_strides("o", out),
             HAS_BIAS=bias is not None, HAS_SKIP=skip is not None, **_EXACT,
         )  # fmt: skip
@@ -64,7 +66,8 @@ def resize_into(
     """out = nearest 2x of (main + bias) + skip; with `pairs` the halves of the channels become two frames."""
     if main.numel():
         launch(
-            _resize, _grid(main, 4), main, main if bias is None else bias, main if skip is None else skip, out, **_extents(main, 4),
+            _resize, _grid(main, 4),
+            main, main if bias is None else bias, main if skip is None else skip, out, **_extents(main, 4),
             **_strides("x", main), **_strides("s", main if skip is None else skip), **_strides("o", out),
             HALVES=2 if pairs else 1, HAS_BIAS=bias is not None, HAS_SKIP=skip is not None, **_EXACT,
         )  # fmt: skip
@@ -81,7 +84,8 @@ def add_duplicate(
     """out = (main + bias) + the 2.2 shortcut of `source`; `out` may be `main`."""
     if main.numel():
         launch(
-            _duplicate, _grid(main, 1), main, main if bias is None else bias, source, out, **_extents(main, 1),
+            _duplicate, _grid(main, 1),
+            main, main if bias is None else bias, source, out, **_extents(main, 1),
             **_strides("x", main), **_strides("s", source), **_strides("o", out),
             FACTOR_T=dup.factor_t, FACTOR_S=dup.factor_s, REPEATS=dup.repeats,
             LEAD=dup.factor_t - 1 if first else 0, HAS_BIAS=bias is not None, **_EXACT,
