@@ -32,7 +32,7 @@ from .plan import spans
 _USUAL = (480, 832), (720, 1280)  # height and width of the videos whose kernels are compiled before the first call
 _FRAMES = {True: 3, False: 9}  # latent frames, if strict or not: those that follow launch the same
 _CHUNK = {True: 1, False: 8}
-_BY_TORCH = Way(padded=False, biased=False)  # zeros left to cuDNN, the bias added later: most of torch's ways give that
+_BY_TORCH = tuple(Way(padded=padded, biased=biased) for padded, biased in ((False, False), (True, False), (True, True)))
 
 
 def usual_shapes(graph: Graph) -> list[tuple[int, ...]]:
@@ -50,15 +50,16 @@ def dry_run(graph: Graph, shape: Sequence[int], dtype: torch.dtype, *, strict: b
 
     Args:
         shape: of its input.
-        engines: convolutions go by cuDNN's engines, which compute channels last; False: as torch computes them.
+        engines: convolutions go by cuDNN's engines, which compute channels last; False: by torch, in any of its ways.
     """
     graph, given = _on_meta(graph), torch.empty(tuple(shape), dtype=dtype, device="meta")
     with noted() as launches:
         if strict:
-            checks = Checks(lambda module: False)
-            checks.ways = _DryWays(engines)
-            checks.prepare(graph, given, None)
-            _run(graph, StrictCudaOperators(checks), given, strict)
+            for way in (None,) if engines else _BY_TORCH:
+                checks = Checks(lambda module: False)
+                checks.ways = _DryWays(way)
+                checks.prepare(graph, given, None)
+                _run(graph, StrictCudaOperators(checks), given, strict)
         else:
             with FastWeights(graph, dtype) as weights:
                 ops = FastOperators(weights, None, _convolve, _by_winograd if engines else None)
@@ -91,15 +92,15 @@ def _on_meta(part: Any) -> Any:
 
 
 class _DryWays(Ways):
-    """One way for every convolution, and what it is compared with the others by."""
+    """One way for every convolution; None: by an engine that a comparison has found."""
 
-    def __init__(self, engines: bool) -> None:
+    def __init__(self, way: Way | None) -> None:
         super().__init__()
-        self._by_engines = engines
+        self._way = way
 
     def of(self, conv: Conv, shape: tuple[int, ...], padding: tuple[int, int], like: torch.Tensor) -> Way:
-        if not self._by_engines:
-            return _BY_TORCH
+        if self._way is not None:
+            return self._way
         module = conv.current()
         weight, x = like.new_empty(module.weight.shape), like.new_empty(shape)
         channels_last(weight)
@@ -119,6 +120,8 @@ def _by_winograd(
     """As `Engines.by_winograd` in one piece, where it is faster; what it compares and times included."""
     conv = Convolution(weight, (1, 1, 1), tuple(padding))
     out = conv.empty(x)
+    if out.shape[2] < 3:
+        return None
     weights = weight.expand(PARTS, *weight.shape)
     products = Buffers(x, out.shape).multiply(x, weights, _nothing)
     for main in (products, out):
