@@ -186,7 +186,7 @@ def out_of_memory_at_first(rank: int, mode: str) -> Failed:
     compare convolutions meanwhile, for which their hosts wait."""
     vae, latent = on_gpu("2.1", torch.bfloat16, 6)
     handle = parallelize_decode(vae, mode=mode, engines=False, deadline=DEADLINE, raise_failures=True)
-    handle.wait_for_kernels()  # or the first call would be the framework's
+    handle.wait_for_kernels(latent.shape)  # or the first call would be the framework's
     if rank == 0:
         at_convolution_of_call(handle, 20, run_out_of_memory)
     failed = decode_and_time(vae, latent)

@@ -56,7 +56,7 @@ def dry_run(graph: Graph, shape: Sequence[int], dtype: torch.dtype, *, strict: b
     with noted() as launches:
         if strict:
             for way in (None,) if engines else _BY_TORCH:
-                checks = Checks(lambda module: False)
+                checks = Checks()
                 checks.ways = _DryWays(way)
                 checks.prepare(graph, given, None)
                 _run(graph, StrictCudaOperators(checks), given, strict)
@@ -76,11 +76,12 @@ def _run(graph: Graph, ops: Operators, given: torch.Tensor, strict: bool) -> Non
 
 
 def _on_meta(part: Any) -> Any:
-    """A part of a graph with weights that have shapes and no values."""
+    """A part of a graph with weights that have shapes and no values, and without what the user's calls alone run."""
     if isinstance(part, nn.Module):
         copy = object.__new__(type(part))
         meta = {k: None if x is None else torch.empty_like(x, device="meta") for k, x in part._parameters.items()}
-        copy.__dict__ = part.__dict__ | {"_parameters": meta}
+        copy.__dict__ = part.__dict__ | {"_parameters": meta, "_forward_hooks": {}, "_forward_pre_hooks": {}}
+        copy.__dict__.pop("forward", None)
         return copy
     if isinstance(part, Conv):
         return replace(part, module=_on_meta(part.module), resolve=None)
