@@ -50,7 +50,7 @@ def test_lengths_of_norms_are_computed_in_the_dtype_of_the_values() -> None:
     for layout in ("2.1", "2.2"):
         graph = find_binding(make_vae(layout, torch.bfloat16)).graph
         shape = (1, graph.input_channels, 3, 8, 8)
-        launches = dry_run(graph, shape, torch.bfloat16, strict=True, engines=False)
+        launches = dry_run(graph, shape, torch.bfloat16, strict=True, by="torch")
         norms = [each for each in launches if each.kernel.arg_names[1] == "SIZE"]
         fused = [each for each in norms if dict(zip(each.kernel.arg_names, each.arguments))["SILU"]]
         assert {each.arguments[1][0] for each in fused} == {torch.bfloat16}

@@ -59,6 +59,7 @@ def calls(rank: int, size: int, device: str = "cpu") -> Told:
                 (parallelize_encode, lambda: encode(vae, video), expected[1]),
             ):
                 handle = parallelize(vae, mode="temporal", engines=False, deadline=40.0)
+                handle.wait_for_kernels((latent if parallelize is parallelize_decode else video).shape)
                 if fault == "framework of the last rank" and rank == size - 1:
                     module = vae.decoder if parallelize is parallelize_decode else vae.encoder
                     hook = module.register_forward_hook(lambda *_: None)

@@ -54,7 +54,7 @@ def norms(launches: Sequence[Launch]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("layout", "verb", "strict"), COUNTS)
 def test_launches_of_a_usual_size(layout: str, verb: str, strict: bool) -> None:
     graph = graph_of(layout, verb)
-    launches = dry_run(graph, usual_shapes(graph)[0], BF16, strict=strict, engines=True)
+    launches = dry_run(graph, usual_shapes(graph)[0], BF16, strict=strict, by="engines")
     assert len(launches) == COUNTS[layout, verb, strict]
     assert len({(each.kernel.fn.__name__, each.arguments, each.options) for each in launches}) == len(launches)
     assert ("_transpose" in names(launches)) is strict, "of weights and inputs that are compared channels last"
@@ -77,7 +77,7 @@ def test_sizes_of_one_divisibility_and_longer_videos_launch_the_same(strict: boo
 
     def launched(frames: int, height: int, width: int, batch: int = 1) -> set[Launch]:
         shape = (batch, graph.input_channels, frames, height, width)
-        return set(dry_run(graph, shape, BF16, strict=strict, engines=True))
+        return set(dry_run(graph, shape, BF16, strict=strict, by="engines"))
 
     assert launched(9, 12, 24) == launched(21, 12, 24)
     assert launched(9, 12, 24) == launched(9, 20, 24)
@@ -89,16 +89,18 @@ def test_what_cudnn_allows_leads_to_other_kernels() -> None:
     """Without engines strict convolutions lie channels first, and fast ones do not use Winograd's method."""
     graph = graph_of("2.1", "decode")
     shape = usual_shapes(graph)[0]
-    strict = [dry_run(graph, shape, BF16, strict=True, engines=engines) for engines in (True, False)]
+    strict = [dry_run(graph, shape, BF16, strict=True, by=by) for by in ("engines", "torch")]
     sums = [[arguments(each) for each in some if each.kernel.fn.__name__ == "_sum"] for some in strict]
     channels_last = [{each["xc"] == (False, True, False) for each in some} for some in sums]
     assert channels_last == [{True, False}, {False}]
     assert {each["HAS_BIAS"] for each in sums[1]} == {True, False}, "torch adds the bias, or the kernel does"
     assert "_transpose" not in names(strict[1])
-    fast = [names(dry_run(graph, shape, BF16, strict=False, engines=engines)) for engines in (True, False)]
+    either = {*dry_run(graph, shape, BF16, strict=True, by="either")}
+    assert either - {*strict[0], *strict[1]}, "what one writes channels last another reads channels first"
+    fast = [names(dry_run(graph, shape, BF16, strict=False, by=by)) for by in ("engines", "torch")]
     assert fast[0] - fast[1] == {"_split", "_sum_of_products"}
     few = (*shape[:2], 1, *shape[3:])
-    assert "_split" not in names(dry_run(graph, few, BF16, strict=False, engines=True)), "too few frames for a gain"
+    assert "_split" not in names(dry_run(graph, few, BF16, strict=False, by="engines")), "too few frames for a gain"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16], ids=str)
@@ -113,7 +115,7 @@ def test_dry_run_touches_no_weight(verb: str, strict: bool, dtype: torch.dtype) 
         module.register_forward_hook(lambda *args: calls.append(args))
         module.forward = lambda *args: calls.append(args)
     shape = (1, graph.input_channels, 3, 8, 8) if verb == "decode" else (1, 3, 9, 64, 64)
-    launches = dry_run(graph, shape, dtype, strict=strict, engines=False)
+    launches = dry_run(graph, shape, dtype, strict=strict, by="torch")
     assert launches
     assert {each.arguments[0][0] for each in launches} == {dtype}
     assert [(name, x.data_ptr(), x.stride(), x._version, x.device) for name, x in vae.named_parameters()] == before
@@ -126,7 +128,7 @@ def test_precision_of_a_framework_s_norms_shows_without_a_comparison() -> None:
     graph = read_graph(vae)
 
     def sizes() -> set[object]:
-        found = norms(dry_run(graph, shape, BF16, strict=True, engines=False))
+        found = norms(dry_run(graph, shape, BF16, strict=True, by="torch"))
         return {each["SIZE"][0] for each in found if each["SILU"] and each["C"] != (False, True, False)}
 
     assert sizes() == {torch.float32}
@@ -144,7 +146,7 @@ def test_real_operators_after_a_dry_run_compute() -> None:
     vae, latent = make_vae("2.1"), make_latent(3)
     expected = vae.decode(latent).sample
     with pytest.raises(ValueError, match="not enough values"):
-        dry_run(read_graph(vae), latent.shape[1:], latent.dtype, strict=True, engines=False)
+        dry_run(read_graph(vae), latent.shape[1:], latent.dtype, strict=True, by="torch")
     assert torch.equal(vae.decode(latent).sample, expected)
 
 

@@ -22,7 +22,7 @@ from .operators.base import FastOperators, Operators
 from .operators.convolution import Convolution
 from .operators.launch import Launch, noted
 from .operators.strict_checks import Checks
-from .operators.strict_convolutions import Way, Ways
+from .operators.strict_convolutions import FRAMEWORK, Way, Ways
 from .operators.strict_cuda import StrictCudaOperators
 from .operators.strict_kernels import channels_last
 from .operators.weights import FastWeights
@@ -32,7 +32,14 @@ from .plan import spans
 _USUAL = (480, 832), (720, 1280)  # height and width of the videos whose kernels are compiled before the first call
 _FRAMES = {True: 3, False: 9}  # latent frames, if strict or not: those that follow launch the same
 _CHUNK = {True: 1, False: 8}
-_BY_TORCH = tuple(Way(padded=padded, biased=biased) for padded, biased in ((False, False), (True, False), (True, True)))
+_APART = Way(padded=True, biased=False)  # zeros in memory, the bias added later
+# The ways of strict convolutions, repeated over those of a call; None: channels last, by an engine of cuDNN. By what
+# they may go: all by engines; some of them not, as cuDNN may have it; all by torch.
+_WAYS: dict[str, tuple[tuple[Way | None, ...], ...]] = {
+    "engines": ((None,),),
+    "either": ((None, _APART), (_APART, None)),
+    "torch": ((Way(padded=False, biased=False),), (_APART,), (FRAMEWORK,)),
+}
 
 
 def usual_shapes(graph: Graph) -> list[tuple[int, ...]]:
@@ -45,24 +52,24 @@ def usual_shapes(graph: Graph) -> list[tuple[int, ...]]:
 
 
 @torch.no_grad()
-def dry_run(graph: Graph, shape: Sequence[int], dtype: torch.dtype, *, strict: bool, engines: bool) -> list[Launch]:
+def dry_run(graph: Graph, shape: Sequence[int], dtype: torch.dtype, *, strict: bool, by: str) -> list[Launch]:
     """The launches of a call on one GPU, in the order of use.
 
     Args:
         shape: of its input.
-        engines: convolutions go by cuDNN's engines, which compute channels last; False: by torch, in any of its ways.
+        by: what the convolutions go by, a key of `_WAYS`. Fast ones use Winograd's method by engines alone.
     """
     graph, given = _on_meta(graph), torch.empty(tuple(shape), dtype=dtype, device="meta")
     with noted() as launches:
         if strict:
-            for way in (None,) if engines else _BY_TORCH:
+            for ways in _WAYS[by]:
                 checks = Checks()
-                checks.ways = _DryWays(way)
+                checks.ways = _DryWays(ways)
                 checks.prepare(graph, given, None)
                 _run(graph, StrictCudaOperators(checks), given, strict)
         else:
             with FastWeights(graph, dtype) as weights:
-                ops = FastOperators(weights, None, _convolve, _by_winograd if engines else None)
+                ops = FastOperators(weights, None, _convolve, _by_winograd if by == "engines" else None)
                 _run(graph, ops, given, strict)
     return list(launches)
 
@@ -93,15 +100,17 @@ def _on_meta(part: Any) -> Any:
 
 
 class _DryWays(Ways):
-    """One way for every convolution; None: by an engine that a comparison has found."""
+    """Ways that no comparison has found."""
 
-    def __init__(self, way: Way | None) -> None:
+    def __init__(self, ways: tuple[Way | None, ...]) -> None:
         super().__init__()
-        self._way = way
+        self._ways, self._numbers = ways, dict[str, int]()
 
     def of(self, conv: Conv, shape: tuple[int, ...], padding: tuple[int, int], like: torch.Tensor) -> Way:
-        if self._way is not None:
-            return self._way
+        number = self._numbers.setdefault(conv.name, len(self._numbers))
+        way = self._ways[number % len(self._ways)]
+        if way is not None:
+            return way
         module = conv.current()
         weight, x = like.new_empty(module.weight.shape), like.new_empty(shape)
         channels_last(weight)

@@ -70,7 +70,7 @@ class VaeHandle:
         """Wait until no call is left to the framework because kernels are being compiled, once on a machine.
 
         Args:
-            shape: of the latent, or of the video; None: of the usual sizes (480x832 and 720x1280).
+            shape: of the latent, or of the video; None: 480x832, 720x1280, and sizes of which there was a call.
         """
         self.parallel.operators.wait_for_kernels(shape)
 

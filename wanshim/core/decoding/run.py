@@ -64,9 +64,9 @@ class VaeOperators:
         device = graph.conv_in.current().weight.device
         self.engines_on(device)  # loads cuDNN's frontend now, and not in the first call
         if self._compiles_ahead(device):
-            by_engines = self._by_engines(device, graph.dtype)
-            for way, shape in product(dict.fromkeys((by_engines, False)), usual_shapes(graph)):  # the likelier first
-                COMPILER.later(partial(self._compile, shape, device, graph.dtype, way, awaited=False))
+            by = self._convolves_by(device, graph.dtype)
+            for each, shape in product((by, "either") if by == "engines" else (by,), usual_shapes(graph)):
+                COMPILER.later(partial(self._compile, shape, device, graph.dtype, each, awaited=False))
 
     @contextlib.contextmanager
     def of(
@@ -117,7 +117,9 @@ class VaeOperators:
         key = (tuple(shape), device, dtype)
         if key not in self._kernels:
             try:
-                self._kernels[key] = self._compile(shape, device, dtype, self._by_engines(device, dtype), awaited=True)
+                self._kernels[key] = self._compile(
+                    shape, device, dtype, self._convolves_by(device, dtype), awaited=True
+                )
             except Exception as error:
                 logger.debug("kernels are not compiled ahead: %s", cause_of(error))
                 self._kernels[key] = []
@@ -136,21 +138,22 @@ class VaeOperators:
         known = triton is not None and self.graph.framework is not None
         return known and device.type == "cuda" and self._learning is not None
 
-    def _by_engines(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether convolutions go by cuDNN's engines, or as engines do."""
-        return self.engines_on(device) is not None and (self.strict or dtype.itemsize == 2)
+    def _convolves_by(self, device: torch.device, dtype: torch.dtype) -> str:
+        """What most convolutions of a call go by, as `dry_run` has it."""
+        return "engines" if self.engines_on(device) is not None and (self.strict or dtype.itemsize == 2) else "torch"
 
     def _compile(
-        self, shape: Sequence[int], device: torch.device, dtype: torch.dtype, engines: bool, *, awaited: bool
+        self, shape: Sequence[int], device: torch.device, dtype: torch.dtype, by: str, *, awaited: bool
     ) -> list[Kernel]:
-        launches = dry_run(self.graph, shape, dtype, strict=self.strict, engines=engines)
-        return COMPILER.start(launches, device, awaited=awaited)
+        return COMPILER.start(dry_run(self.graph, shape, dtype, strict=self.strict, by=by), device, awaited=awaited)
 
     def wait_for_kernels(self, shape: Sequence[int] | None) -> None:
-        """Wait for all that are being compiled, and for those of a call with an input of this shape."""
-        if shape is not None:
-            self.kernels_of(shape, self.graph.conv_in.current().weight.device, self.graph.dtype)
-        COMPILER.wait()
+        """Wait for those of a call with an input of this shape; None: for all that are being compiled."""
+        if shape is None:
+            COMPILER.wait()
+            return
+        for kernel in self.kernels_of(shape, self.graph.conv_in.current().weight.device, self.graph.dtype):
+            kernel.done.wait()
 
     def release(self) -> None:
         """Put weights back as they were found."""
