@@ -308,7 +308,7 @@ def test_what_a_call_needs_is_compiled_before_the_others(monkeypatch: pytest.Mon
     monkeypatch.setattr(KernelCompiler, "_work", lambda self: None)
     compiler, order = KernelCompiler(), []
     monkeypatch.setattr(Kernel, "compile", lambda self: order.append(self.launch.kernel))
-    compiler.later(lambda: order.append("later"))
+    compiler.do(lambda: order.append("later"))
     compiler.start(map(made, "abc"), CUDA, awaited=False)
     compiler.start(map(made, "cd"), CUDA, awaited=True)
     for work in compiler._waiting:
@@ -343,7 +343,7 @@ def test_compilation_that_fails_is_left_to_the_call(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Launch, "compile", fail)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     compiler = KernelCompiler()
-    compiler.later(fail)
+    compiler.do(fail)
     failed = compiler.start(map(made, "ab"), CUDA, awaited=True)
     assert all(each.done.wait(20) for each in failed)
     assert not missing(failed, 60)
@@ -363,7 +363,9 @@ class Slow:
         print("ended", flush=True)
 
 torch.cuda.device = nullcontext
-k.COMPILER.start([Slow() for _ in range(50)], torch.device("cuda", 0), awaited=True)
+asked = [Slow() for _ in range(50)], torch.device("cuda", 0)
+k.COMPILER.start(*asked, awaited=True)
+k.COMPILER.do(lambda: k.COMPILER.start(*asked, awaited=True))
 time.sleep(0.3)
 print("the program ends", flush=True)
 """

@@ -30,8 +30,7 @@ from .operators.winograd import PARTS, Buffers, DeferredOutput
 from .plan import spans
 
 _USUAL = (480, 832), (720, 1280)  # height and width of the videos whose kernels are compiled before the first call
-_FRAMES = {True: 3, False: 9}  # latent frames, if strict or not: those that follow launch the same
-_CHUNK = {True: 1, False: 8}
+_STRICT, _FAST = (3, 1), (9, 8)  # latent frames, and those of a step: what follows launches the same
 _APART = Way(padded=True, biased=False)  # zeros in memory, the bias added later
 # The ways of strict convolutions, repeated over those of a call; None: channels last, by an engine of cuDNN. By what
 # they may go: all by engines; some of them not, as cuDNN may have it; all by torch.
@@ -44,7 +43,7 @@ _WAYS: dict[str, tuple[tuple[Way | None, ...], ...]] = {
 
 def usual_shapes(graph: Graph) -> list[tuple[int, ...]]:
     """Of the inputs of calls that are likely to come."""
-    pixels, frames = graph.scale_s * graph.patch_size, _FRAMES[False]
+    pixels, frames = graph.scale_s * graph.patch_size, _FAST[0]
     latents = [(side // (2 * pixels) * 2 for side in size) for size in _USUAL]  # they have even sizes
     if isinstance(graph, EncoderGraph):
         return [(1, graph.input_channels, graph.frames(frames), *(pixels * side for side in size)) for size in latents]
@@ -66,18 +65,18 @@ def dry_run(graph: Graph, shape: Sequence[int], dtype: torch.dtype, *, strict: b
                 checks = Checks()
                 checks.ways = _DryWays(ways)
                 checks.prepare(graph, given, None)
-                _run(graph, StrictCudaOperators(checks), given, strict)
+                _run(graph, StrictCudaOperators(checks), given, *_STRICT)
         else:
             with FastWeights(graph, dtype) as weights:
                 ops = FastOperators(weights, None, _convolve, _by_winograd if by == "engines" else None)
-                _run(graph, ops, given, strict)
+                _run(graph, ops, given, *_FAST)
     return list(launches)
 
 
-def _run(graph: Graph, ops: Operators, given: torch.Tensor, strict: bool) -> None:
+def _run(graph: Graph, ops: Operators, given: torch.Tensor, frames: int, chunk: int) -> None:
     unused: dict[str, Any] = dict.fromkeys(("job", "plan", "comm", "sink"))
     run = VaeRun(graph=graph, ops=ops, given=given, **unused)
-    steps = spans(0, min(graph.extent(given.shape)[2], _FRAMES[strict]), _CHUNK[strict])
+    steps = spans(0, min(graph.extent(given.shape)[2], frames), chunk)
     for _ in run_in_order(steps, partial(run.chunk, run.source()), History().answer):
         pass
 
@@ -132,12 +131,7 @@ def _by_winograd(
     out = conv.empty(x)
     if out.shape[2] < 3:
         return None
-    weights = weight.expand(PARTS, *weight.shape)
-    products = Buffers(x, out.shape).multiply(x, weights, _nothing)
-    for main in (products, out):
+    weights, convolve = weight.expand(PARTS, *weight.shape), lambda *tensors: None
+    for main in (Buffers(x, out.shape).multiply(x, weights, convolve), out):
         fused.sum_into(main, None, None, out)
-    return DeferredOutput(x, out.shape, weights, [(0, out.shape[2], _nothing)])
-
-
-def _nothing(*tensors: torch.Tensor) -> None:
-    pass
+    return DeferredOutput(x, out.shape, weights, [(0, out.shape[2], convolve)])

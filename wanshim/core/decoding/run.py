@@ -66,7 +66,7 @@ class VaeOperators:
         if self._compiles_ahead(device):
             by = self._convolves_by(device, graph.dtype)
             for each, shape in product((by, "either") if by == "engines" else (by,), usual_shapes(graph)):
-                COMPILER.later(partial(self._compile, shape, device, graph.dtype, each, awaited=False))
+                COMPILER.do(partial(self._compile, shape, device, graph.dtype, each, awaited=False))
 
     @contextlib.contextmanager
     def of(

@@ -76,6 +76,7 @@ class KernelCompiler:
         self._waiting: deque[Callable[[], object]] = deque()
         self._threads: list[Thread] = []
         self._calls = 0
+        self._ends = False
         self._changed = Condition()
         self._loading = Lock()
 
@@ -83,31 +84,25 @@ class KernelCompiler:
         """Have these compiled, behind what was asked for until now, or before it where a call awaits them."""
         with self._changed:
             kernels = [self._kernels.setdefault((each, device), Kernel(each, device)) for each in launches]
-            # One that waits already comes twice, and the second time there is nothing to do.
-            left = [each.compile for each in kernels if not each.done.is_set()]
-            self._waiting = deque([*left, *self._waiting] if awaited else [*self._waiting, *left])
-            self._work_on()
+        # One that waits already comes twice, and the second time there is nothing to do.
+        self.do(*(each.compile for each in kernels if not each.done.is_set()), first=awaited)
         return kernels
 
-    def later(self, work: Callable[[], object]) -> None:
-        """Have this done behind what was asked for until now."""
+    def do(self, *work: Callable[[], object], first: bool = False) -> None:
+        """Have this done behind what was asked for until now, or before it."""
         with self._changed:
-            self._waiting.append(work)
-            self._work_on()
-
-    def _work_on(self) -> None:
-        for _ in range(min(_threads(), len(self._waiting)) - len(self._threads)):
-            thread = Thread(target=self._work, name="wanshim kernels", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            self._waiting = deque([*work, *self._waiting] if first else [*self._waiting, *work])
+            for _ in range(min(_threads(), len(self._waiting)) - len(self._threads)):
+                self._threads.append(Thread(target=self._work, name="wanshim kernels", daemon=True))
+                self._threads[-1].start()
 
     def _work(self) -> None:
         with self._loading, suppress(Exception):  # Triton itself, which takes half a second
             triton.runtime.driver.active.get_current_target()
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: not self._calls or not self._waiting)
-                if not self._waiting:
+                self._changed.wait_for(lambda: not self._calls or not self._waiting or self._ends)
+                if not self._waiting or self._ends:
                     self._threads.remove(current_thread())
                     self._changed.notify_all()
                     return
@@ -137,7 +132,7 @@ class KernelCompiler:
     def stop(self) -> None:
         """Begin no more: a process must not end within a compiler."""
         with self._changed:
-            self._waiting.clear()
+            self._ends = True
             self._changed.notify_all()
             threads = list(self._threads)
         last = perf_counter() + _LAST
@@ -156,7 +151,7 @@ def missing(kernels: Sequence[Kernel], at_most: float) -> bool:
         at_most: seconds to wait: other ranks wait for this one meanwhile.
     """
     left = [kernel for kernel in kernels if not kernel.done.is_set()]
-    if not all(kernel.on_disk or kernel.done.is_set() for kernel in left):
+    if not all(kernel.on_disk for kernel in left):
         return True
     last = perf_counter() + min(at_most, _LOADING)
     return not all(kernel.done.wait(max(0.0, last - perf_counter())) for kernel in left)
