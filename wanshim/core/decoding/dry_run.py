@@ -32,8 +32,8 @@ from .plan import spans
 _USUAL = (480, 832), (720, 1280)  # height and width of the videos whose kernels are compiled before the first call
 _STRICT, _FAST = (3, 1), (9, 8)  # latent frames, and those of a step: what follows launches the same
 _APART = Way(padded=True, biased=False)  # zeros in memory, the bias added later
-# The ways of strict convolutions, repeated over those of a call; None: channels last, by an engine of cuDNN. By what
-# they may go: all by engines; some of them not, as cuDNN may have it; all by torch.
+# The ways that strict convolutions may go, repeated over those of a call (None: channels last, by an engine of cuDNN):
+# all by engines; every other one not, as cuDNN may have it for some; all by torch.
 _WAYS: dict[str, tuple[tuple[Way | None, ...], ...]] = {
     "engines": ((None,),),
     "either": ((None, _APART), (_APART, None)),
@@ -42,7 +42,7 @@ _WAYS: dict[str, tuple[tuple[Way | None, ...], ...]] = {
 
 
 def usual_shapes(graph: Graph) -> list[tuple[int, ...]]:
-    """Of the inputs of calls that are likely to come."""
+    """Shapes of the inputs of calls that are likely to come."""
     pixels, frames = graph.scale_s * graph.patch_size, _FAST[0]
     latents = [(side // (2 * pixels) * 2 for side in size) for size in _USUAL]  # they have even sizes
     if isinstance(graph, EncoderGraph):

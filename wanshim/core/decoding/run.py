@@ -134,12 +134,12 @@ class VaeOperators:
         return missing(self.kernels_of(given.shape, given.device, dtype), seconds)
 
     def _compiles_ahead(self, device: torch.device) -> bool:
-        """Only where a framework can compute meanwhile."""
+        """Whether calls have their kernels compiled before: only where a framework can compute meanwhile."""
         known = triton is not None and self.graph.framework is not None
         return known and device.type == "cuda" and self._learning is not None
 
     def _convolves_by(self, device: torch.device, dtype: torch.dtype) -> str:
-        """What most convolutions of a call go by, as `dry_run` has it."""
+        """The way of most convolutions of a call, as `dry_run` names it."""
         return "engines" if self.engines_on(device) is not None and (self.strict or dtype.itemsize == 2) else "torch"
 
     def _compile(

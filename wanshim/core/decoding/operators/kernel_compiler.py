@@ -62,7 +62,7 @@ class Kernel:
         return False
 
     def _entry(self) -> Any:
-        """Of Triton's cache: the note goes when the kernel goes."""
+        """The entry of Triton's cache that has the note: both go when the cache goes."""
         launch, gpu = self.launch, torch.cuda.get_device_capability(self.device)
         facts = launch.kernel.cache_key, launch.arguments, launch.options, gpu, triton.__version__
         return triton.runtime.cache.get_cache_manager(hashlib.sha256(repr(facts).encode()).hexdigest())
@@ -125,7 +125,7 @@ class KernelCompiler:
                 self._changed.notify_all()
 
     def wait(self) -> None:
-        """Until all that was asked for is done."""
+        """Wait until all that was asked for is done."""
         with self._changed:
             self._changed.wait_for(lambda: not self._threads)
 
