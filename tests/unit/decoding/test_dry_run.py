@@ -115,10 +115,12 @@ def test_dry_run_touches_no_weight(verb: str, strict: bool, dtype: torch.dtype) 
         module.register_forward_hook(lambda *args: calls.append(args))
         module.forward = lambda *args: calls.append(args)
     shape = (1, graph.input_channels, 3, 8, 8) if verb == "decode" else (1, 3, 9, 64, 64)
+    random = torch.get_rng_state()
     launches = dry_run(graph, shape, dtype, strict=strict, by="torch")
     assert launches
     assert {each.arguments[0][0] for each in launches} == {dtype}
     assert [(name, x.data_ptr(), x.stride(), x._version, x.device) for name, x in vae.named_parameters()] == before
+    assert torch.equal(torch.get_rng_state(), random)
     assert not calls, "hooks, and what replaces a forward, are for the user's calls"
 
 

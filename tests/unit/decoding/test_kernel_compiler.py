@@ -116,10 +116,13 @@ def test_launches_are_told_apart_as_triton_does() -> None:
         given = dict.fromkeys(function.arg_names, 3) | dict.fromkeys(tensors, memory[0])
         for name in (tensors[0], "C" if function is _norm else "bias", "T", "W", "oy", "scale"):  # of each kind
             values = pointers if name in tensors else [0.5, 2.0] if name == "scale" else numbers
-            with noted() as launches:
-                for value in values:
+            pairs = set()
+            for value in values:
+                with noted() as launches:
                     launch(function, (1,), **given | {name: value})
-            assert len(launches) == len({str(binder(**given | {name: value})[1]) for value in values}), name
+                pairs.add((*launches, str(binder(**given | {name: value})[1])))
+            ours, triton_s = ({pair[at] for pair in pairs} for at in (0, 1))
+            assert len(pairs) == len(ours) == len(triton_s), name
 
 
 @pytest.mark.slow
@@ -252,7 +255,9 @@ def test_kernels_on_disk_are_waited_for_and_others_are_not() -> None:
     timer.start()
     assert not missing([loading, kernel(done=True)], 60)
     timer.join()
-    assert missing([loading, kernel()], 60)
+    began = perf_counter()
+    assert missing([kernel(on_disk=True), kernel()], 60)
+    assert perf_counter() - began < kernel_compiler._LOADING / 2
     assert not missing([], 60)
 
 
@@ -281,18 +286,19 @@ def test_kernel_that_a_process_has_compiled_is_on_disk_for_the_next_ones(monkeyp
 
 def test_nothing_is_begun_while_a_call_computes(monkeypatch: pytest.MonkeyPatch, compiler: KernelCompiler) -> None:
     vae, latent = make_vae("2.1"), make_latent(1)
-    begun: list[Kernel] = []
+    begun, waits = list[Kernel](), list[bool]()
     monkeypatch.setattr(Kernel, "compile", lambda self: (begun.append(self), self.done.set()))
     handle = parallelize_decode(vae)
     own = run.CallRun.run
 
     def run_plans(*args: Any) -> Any:
         (asked,) = compiler.start([made()], CUDA, awaited=True)
-        assert not asked.done.wait(0.2)
+        waits.append(not asked.done.wait(0.2))
         return own(*args)
 
     monkeypatch.setattr(run.CallRun, "run", run_plans)
     vae.decode(latent)
+    assert waits == [True]
     (asked,) = compiler.start([made()], CUDA, awaited=True)
     assert asked.done.wait(20)
     assert {*begun} == {asked}
