@@ -65,8 +65,7 @@ class VaeOperators:
         self.engines_on(device)  # loads cuDNN's frontend now, and not in the first call
         if self._compiles_ahead(device):
             by = self._convolves_by(device, graph.dtype)
-            for each, shape in product((by, "either") if by == "engines" else (by,), usual_shapes(graph)):
-                COMPILER.do(partial(self._compile, shape, device, graph.dtype, each, awaited=False))
+            self._compile_next(product((by, "either") if by == "engines" else (by,), usual_shapes(graph)), device)
 
     @contextlib.contextmanager
     def of(
@@ -146,6 +145,19 @@ class VaeOperators:
         self, shape: Sequence[int], device: torch.device, dtype: torch.dtype, by: str, *, awaited: bool
     ) -> list[Kernel]:
         return COMPILER.start(dry_run(self.graph, shape, dtype, strict=self.strict, by=by), device, awaited=awaited)
+
+    def _compile_next(self, calls: Iterator[tuple[str, Sequence[int]]], device: torch.device) -> None:
+        """Have the kernels of the next of these calls compiled, then those of the one behind it: a dry run holds the
+        interpreter, so one at a time."""
+
+        def compile_one(by: str, shape: Sequence[int]) -> None:
+            try:
+                self._compile(shape, device, self.graph.dtype, by, awaited=False)
+            finally:
+                self._compile_next(calls, device)
+
+        if (following := next(calls, None)) is not None:
+            COMPILER.do(partial(compile_one, *following))
 
     def wait_for_kernels(self, shape: Sequence[int] | None) -> None:
         """Wait for those of a call with an input of this shape; None: for all that are being compiled."""
