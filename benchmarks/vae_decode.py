@@ -122,7 +122,7 @@ class Bench:
         if self.rank < ranks:
             group = self.groups[ranks] if ranks > 1 else dist.new_group([0], use_local_synchronization=True)
             handle = self.parallelize(vae, group, deadline=60.0, **options)
-            handle.wait_for_kernels()
+            handle.wait_for_kernels(latent.shape)
         row = self.arm(layout, name, ranks, lambda: self.call(vae, latent))
         if handle is not None:
             if row is not None and handle.plan is not None:
@@ -280,7 +280,7 @@ def profile(bench: Bench, layout: str) -> None:
     """Where one GPU's time goes, fast operators: the kernels that take most."""
     vae, given = bench.make(layout)
     handle = bench.parallelize(vae, dist.new_group([0], use_local_synchronization=True), strict=False)
-    handle.wait_for_kernels()
+    handle.wait_for_kernels(given.shape)
     with torch.no_grad():
         bench.call(vae, given)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:

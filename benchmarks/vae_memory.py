@@ -96,7 +96,7 @@ def measure(
     parallelize = parallelize_decode if verb == "decode" else parallelize_encode
     handle = None if options is None else parallelize(vae, **options)
     if handle is not None:
-        handle.wait_for_kernels()
+        handle.wait_for_kernels(given.shape)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     total = torch.cuda.get_device_properties(0).total_memory

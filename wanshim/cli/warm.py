@@ -186,7 +186,8 @@ def learn(vae: Any, work: Work, console: Console) -> None:
             given = given.clamp_(-1, 1).to(parameter.device, parameter.dtype)
             for mode in work.modes:
                 options = VaeOptions(strict=mode == "strict")
-                ParallelVae(graph, None, options).operators.wait_for_kernels()  # those of other sizes, too
+                for shape in (given.shape, None):  # and usual sizes
+                    ParallelVae(graph, None, options).operators.wait_for_kernels(shape)
                 parallel = ParallelVae(graph, None, options, learning=None)
                 try:
                     for _ in range(CALLS):

@@ -14,7 +14,8 @@ import torch
 from wanshim.core.decoding import VaePlan, parallelize_decode, parallelize_encode
 from wanshim.core.decoding.modes import temporal
 from wanshim.core.decoding.operators.base import FastOperators, StrictOperators
-from wanshim.core.decoding.operators.kernel_compiler import BY_TORCH, Kernel, Launch, kernel_set
+from wanshim.core.decoding.operators.kernel_compiler import Kernel
+from wanshim.core.decoding.operators.launch import Launch
 from wanshim.core.decoding.operators.strict_cuda import StrictCudaOperators
 from wanshim.core.decoding.run import CallRun
 
@@ -58,6 +59,7 @@ def calls(rank: int, size: int, device: str = "cpu") -> Told:
                 (parallelize_encode, lambda: encode(vae, video), expected[1]),
             ):
                 handle = parallelize(vae, mode="temporal", engines=False, deadline=40.0)
+                handle.wait_for_kernels((latent if parallelize is parallelize_decode else video).shape)
                 if fault == "framework of the last rank" and rank == size - 1:
                     module = vae.decoder if parallelize is parallelize_decode else vae.encoder
                     hook = module.register_forward_hook(lambda *_: None)
@@ -106,13 +108,12 @@ def compiles(rank: int, size: int) -> tuple[bool, bool, str, list[bool]]:
     """Two decodes; while the first comes, the last rank's kernels are being compiled."""
     vae, latent = make_vae("2.1"), make_latent(7)
     expected, handle = vae.decode(latent).sample, parallelize_decode(vae, deadline=40.0)
-    call = kernel_set(handle.binding.graph, latent.shape, strict=True), BY_TORCH
-    kernel = Kernel(Launch({}, "", {}, {}), torch.device("cuda"), torch.bfloat16, began=1e-9)
+    kernel = Kernel(Launch(None, (), (), ()), torch.device("cuda"))
     if rank < size - 1:
         kernel.done.set()
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(handle.parallel.operators, "kernels_ahead", lambda device, dtype: {call: [kernel]})
+        patch.setattr(handle.parallel.operators, "kernels_of", lambda *call: [kernel])
         found.append(vae.decode(latent).sample)
         left = handle.parallel.plan is None
         kernel.done.set()
@@ -171,7 +172,7 @@ def uncompared(vae: Any, latent: torch.Tensor, *, breaks: bool) -> Uncompared:
     log, said = logging.getLogger("wanshim.decoding"), _Said()
     expected = vae.decode(latent).sample
     handle = parallelize_decode(vae, mode="temporal", engines=False, deadline=20.0)
-    handle.wait_for_kernels()  # or the first call would be the framework's
+    handle.wait_for_kernels(latent.shape)  # or the first call would be the framework's
     if breaks:
         at_convolution(20, run_out_of_memory)
     found = Uncompared([], [], 0.0, said.lines)

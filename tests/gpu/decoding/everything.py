@@ -130,6 +130,7 @@ def decode(case: Case) -> Told:
         engines=case.engines,
         deadline=DEADLINE,
     )
+    handle.wait_for_kernels(latent.shape)
     out = vae.decode(latent).sample
     assert handle.plan is not None
     handle.remove()
@@ -145,6 +146,7 @@ def encode_once(case: Case) -> Told:
     handle = parallelize_encode(
         vae, mode=case.mode, strict=case.strict, axis=case.axis, engines=case.engines, deadline=DEADLINE
     )
+    handle.wait_for_kernels(video.shape)
     out = encode(vae, video)
     assert handle.plan is not None
     handle.remove()
@@ -155,6 +157,7 @@ def encode_once(case: Case) -> Told:
 def encode_out_of_memory(rank: int, mode: str) -> Failed:
     vae, video = video_on_gpu("2.1", torch.bfloat16, 5)
     handle = parallelize_encode(vae, mode=mode, engines=False, deadline=DEADLINE, raise_failures=True)
+    handle.wait_for_kernels(video.shape)
     before = encode(vae, video)
     if rank == 1:
         at_convolution(12, run_out_of_memory)
@@ -172,6 +175,7 @@ def encode_out_of_memory(rank: int, mode: str) -> Failed:
 def out_of_memory(rank: int, mode: str, *, strict: bool = True) -> Failed:
     vae, latent = on_gpu("2.1", torch.bfloat16, 5)
     handle = parallelize_decode(vae, mode=mode, strict=strict, engines=False, deadline=DEADLINE, raise_failures=True)
+    handle.wait_for_kernels(latent.shape)
     before = vae.decode(latent).sample
     if rank == 1:
         at_convolution(20, run_out_of_memory)
@@ -186,7 +190,7 @@ def out_of_memory_at_first(rank: int, mode: str) -> Failed:
     compare convolutions meanwhile, for which their hosts wait."""
     vae, latent = on_gpu("2.1", torch.bfloat16, 6)
     handle = parallelize_decode(vae, mode=mode, engines=False, deadline=DEADLINE, raise_failures=True)
-    handle.wait_for_kernels()  # or the first call would be the framework's
+    handle.wait_for_kernels(latent.shape)  # or the first call would be the framework's
     if rank == 0:
         at_convolution_of_call(handle, 20, run_out_of_memory)
     failed = decode_and_time(vae, latent)
@@ -205,6 +209,7 @@ def short_call_out_of_memory(rank: int, size: int) -> Uncompared:
 def different_shapes(rank: int) -> Failed:
     vae, latent = on_gpu("2.1", torch.bfloat16, 5)
     handle = parallelize_decode(vae, mode="spatial", engines=False, deadline=DEADLINE, raise_failures=True)
+    handle.wait_for_kernels(latent.shape)
     before = vae.decode(latent).sample
     failed = decode_and_time(vae, latent if rank else latent[:, :, :4])
     again = torch.equal(vae.decode(latent).sample, before)
@@ -215,7 +220,8 @@ def different_shapes(rank: int) -> Failed:
 def killed(rank: int, size: int, mode: str) -> Failed:
     """Rank 1 dies in the middle; it must be the last thing a set of processes does."""
     vae, latent = on_gpu("2.1", torch.bfloat16, 21)
-    parallelize_decode(vae, mode=mode, engines=False, deadline=DEADLINE, raise_failures=True)
+    handle = parallelize_decode(vae, mode=mode, engines=False, deadline=DEADLINE, raise_failures=True)
+    handle.wait_for_kernels(latent.shape)
     vae.decode(latent)
     if rank == 1:
         at_convolution(200, _die)

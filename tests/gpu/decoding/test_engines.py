@@ -99,6 +99,7 @@ def test_strict_decode_through_engines_has_the_bits_of_diffusers(
     vae, latent = on_gpu(layout, torch.bfloat16, 5)
     reference = vae.decode(latent).sample
     handle = parallelize_decode(vae)
+    handle.wait_for_kernels(latent.shape)
     for _ in range(2):
         assert torch.equal(vae.decode(latent).sample, reference)
     ways = handle.parallel.operators.checks.ways._found.values()

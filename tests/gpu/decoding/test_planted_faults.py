@@ -56,10 +56,12 @@ def test_fault_on_a_gpu_gives_the_framework_s_result_and_one_sentence(
     video = video.to("cuda", torch.bfloat16)
     expected = call()
     handle = (parallelize_decode if verb == "decode" else parallelize_encode)(vae, engines=False)
+    handle.wait_for_kernels((latent if verb == "decode" else video).shape)
     assert torch.equal(call(), expected)
     assert handle.plan.claim == "strict, compared"
     handle.remove()
     handle = (parallelize_decode if verb == "decode" else parallelize_encode)(vae, engines=False)
+    handle.wait_for_kernels((latent if verb == "decode" else video).shape)
     spoil(monkeypatch)
     with caplog.at_level(logging.WARNING, "wanshim.decoding"):
         assert all(torch.equal(call(), expected) for _ in range(3))

@@ -22,6 +22,7 @@ def test_strict_on_one_gpu_has_the_bits_of_diffusers_with_norms_in_one_kernel(la
     vae, latent = on_gpu(layout, dtype, 5)
     reference = vae.decode(latent).sample
     handle = parallelize_decode(vae)
+    handle.wait_for_kernels(latent.shape)
     for _ in range(2):
         assert torch.equal(vae.decode(latent).sample, reference)
     checks = handle.parallel.operators.checks
@@ -51,8 +52,8 @@ def test_strict_has_the_bits_of_diffusers_for_each_of_several_videos(layout: str
             video = torch.rand(batch, 3, 9, height * scale, width * scale, device="cuda").mul(2).sub(1).to(dtype)
             expected = vae.decode(latent).sample, vae.encode(video).latent_dist.parameters
             handles = [parallelize_decode(vae, engines=False), parallelize_encode(vae, engines=False)]
-            for handle in handles:
-                handle.wait_for_kernels()
+            for handle, given in zip(handles, (latent, video)):
+                handle.wait_for_kernels(given.shape)
             found = vae.decode(latent).sample, vae.encode(video).latent_dist.parameters
             for handle in handles:
                 handle.remove()
@@ -75,6 +76,7 @@ def test_fault_in_a_kernel_gives_the_user_the_framework_s_frames_and_plainer_ope
 
     monkeypatch.setattr(strict_kernels, "sum_into", sum_into)
     handle = parallelize_decode(vae, engines=False)
+    handle.wait_for_kernels(latent.shape)
     claims = []
     for _ in range(2):
         assert torch.equal(vae.decode(latent).sample, reference)

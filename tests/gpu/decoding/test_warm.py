@@ -18,11 +18,12 @@ with torch.device("cuda"):
     vae = diffusers.AutoencoderKLWan().eval().requires_grad_(False).to(torch.bfloat16)
 for strict in (True, False):
     handle = wanshim.parallelize_decode(vae, strict=strict)
-    handle.wait_for_kernels()
-    vae.decode(torch.randn(1, 16, 3, 16, 24, device="cuda", dtype=torch.bfloat16))
+    latent = torch.randn(1, 16, 3, 16, 24, device="cuda", dtype=torch.bfloat16)
+    handle.wait_for_kernels(latent.shape)
+    vae.decode(latent)
     handle.remove()
 """
-# A kernel that the package's table lacks is compiled within the call that launches it.
+# A kernel that a dry run lacks is compiled within the call that launches it.
 CALLS = """
 import sys, threading, torch, triton, wanshim
 from wanshim.cli.warm import make_vae
@@ -45,9 +46,11 @@ for verb, parallelize in (("decode", wanshim.parallelize_decode), ("encode", wan
     handle.wait_for_kernels()
     for frames, height, width in ((5, 44, 80), (3, 30, 52)):
         if verb == "decode":
-            vae.decode(randn(1, vae.config.z_dim, frames, height, width))
+            given = randn(1, vae.config.z_dim, frames, height, width)
         else:
-            vae.encode(randn(1, 3, 4 * frames - 3, pixels * height, pixels * width))
+            given = randn(1, 3, 4 * frames - 3, pixels * height, pixels * width)
+        handle.wait_for_kernels(given.shape)
+        getattr(vae, verb)(given)
         print(verb, height, width, "compiled", *compiled)
         compiled.clear()
     handle.remove()

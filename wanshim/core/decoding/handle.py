@@ -66,9 +66,13 @@ class VaeHandle:
         """The plan of the last call; before the first one, the modes that will be tried (`tries`)."""
         return self.parallel.plan or self.parallel.untried()
 
-    def wait_for_kernels(self) -> None:
-        """Wait until no call is left to the framework because kernels are being compiled, once on a machine."""
-        self.parallel.operators.wait_for_kernels()
+    def wait_for_kernels(self, shape: Sequence[int] | None = None) -> None:
+        """Wait until no call is left to the framework because kernels are being compiled, once on a machine.
+
+        Args:
+            shape: of the latent, or of the video; None: 480x832, 720x1280, and sizes of which there was a call.
+        """
+        self.parallel.operators.wait_for_kernels(shape)
 
     def remove(self) -> None:
         """Put the original method back, by identity, and weights and connections as they were found."""

@@ -11,8 +11,9 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import product
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -20,23 +21,10 @@ from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.model.framework import VaeFallback
 from wanshim.core.decoding.modes import MODES, SINGLE
 from wanshim.core.decoding.modes.network import VaeRun, finisher
-from wanshim.core.decoding.operators.base import FastOperators, Operators, StrictOperators, default_flags
+from wanshim.core.decoding.operators.base import FastOperators, Operators, StrictOperators
 from wanshim.core.decoding.operators.engines import Engines, engines_on
-from wanshim.core.decoding.operators.kernel_compiler import (
-    BY_ANY,
-    BY_TORCH,
-    COMPILER,
-    Call,
-    Kernel,
-    by_engines,
-    calls_seen,
-    is_usual,
-    kernel_set,
-    missing,
-    needed,
-    patience,
-)
-from wanshim.core.decoding.operators.strict_checks import Checks, sizes_of
+from wanshim.core.decoding.operators.kernel_compiler import COMPILER, Kernel, missing
+from wanshim.core.decoding.operators.strict_checks import Checks
 from wanshim.core.decoding.operators.strict_cuda import StrictCudaOperators
 from wanshim.core.decoding.operators.strict_kernels import available
 from wanshim.core.decoding.operators.weights import FastWeights
@@ -44,8 +32,11 @@ from wanshim.core.decoding.ranks.exchange import Comm, PeerLost, Verdict
 from wanshim.core.decoding.ranks.output import OutputSpec, Sink
 from wanshim.core.shared.fallback import cause_of
 from wanshim.core.shared.gpu_memory import give_back, is_memory, release_cached
+from wanshim.core.shared.optional_triton import triton
+from wanshim.core.shared.recent import Recent
 from wanshim.errors import RanksFailed
 
+from .dry_run import dry_run, usual_shapes
 from .plan import CallFacts, VaeJob, VaePlan
 from .proof import CompareState, Comparison
 
@@ -68,11 +59,13 @@ class VaeOperators:
         self.weights: FastWeights | None = None
         self._wants_engines, self._learning = engines, learning
         self._engines: dict[torch.device, Engines | None] = {}
-        self._kernels: dict[tuple[torch.device, torch.dtype], dict[Call, list[Kernel]]] = {}
+        self._kernels: Recent[tuple[Any, ...], list[Kernel]] = Recent(256)  # of calls
         self._takes_kernels: dict[tuple[torch.device, torch.dtype], bool] = {}
         device = graph.conv_in.current().weight.device
         self.engines_on(device)  # loads cuDNN's frontend now, and not in the first call
-        self.kernels_ahead(device, graph.dtype)
+        if self._compiles_ahead(device):
+            by = self._convolves_by(device, graph.dtype)
+            self._compile_next(product((by, "either") if by == "engines" else (by,), usual_shapes(graph)), device)
 
     @contextlib.contextmanager
     def of(
@@ -115,53 +108,70 @@ class VaeOperators:
     def by_winograd(self, device: torch.device, dtype: torch.dtype) -> bool:
         return not self.strict and dtype.itemsize == 2 and self.engines_on(device) is not None
 
+    def kernels_of(self, shape: Sequence[int], device: torch.device, dtype: torch.dtype) -> list[Kernel]:
+        """The kernels that a call with an input of this shape launches on one GPU, which are compiled from now on.
+        Empty where calls compile them themselves."""
+        if not self._compiles_ahead(device):
+            return []
+        key = (tuple(shape), device, dtype)
+        if key not in self._kernels:
+            try:
+                self._kernels[key] = self._compile(
+                    shape, device, dtype, self._convolves_by(device, dtype), awaited=True
+                )
+            except Exception as error:
+                logger.debug("kernels are not compiled ahead: %s", cause_of(error))
+                self._kernels[key] = []
+        return self._kernels[key]
+
     def are_compiling(self, given: torch.Tensor, dtype: torch.dtype, seconds: float) -> bool:
         """Whether kernels that a call launches are still being compiled.
 
         Args:
             seconds: to wait at most: other ranks wait for this one meanwhile.
         """
-        kernels = self.kernels_ahead(given.device, dtype)
-        if not kernels or given.dim() != 5:  # another number of dimensions is refused later
-            return False
-        name = kernel_set(self.graph, given.shape, strict=self.strict)
-        ways = self._ways(given.device, dtype)
-        usual = default_flags() and is_usual(self.graph, given.shape) and (name, ways[0]) in kernels
-        launched = kernels.get((name, ways[0] if usual else ways[-1]), [])
-        return missing(launched, seconds, patience(self.graph, given.shape))
+        return missing(self.kernels_of(given.shape, given.device, dtype), seconds)
 
-    def wait_for_kernels(self) -> None:
-        for calls in self._kernels.values():
-            for kernel in chain.from_iterable(calls.values()):
-                kernel.done.wait()
+    def _compiles_ahead(self, device: torch.device) -> bool:
+        """Whether calls have their kernels compiled before: only where a framework can compute meanwhile."""
+        known = triton is not None and self.graph.framework is not None
+        return known and device.type == "cuda" and self._learning is not None
+
+    def _convolves_by(self, device: torch.device, dtype: torch.dtype) -> str:
+        """The way of most convolutions of a call, as `dry_run` names it."""
+        return "engines" if self.engines_on(device) is not None and (self.strict or dtype.itemsize == 2) else "torch"
+
+    def _compile(
+        self, shape: Sequence[int], device: torch.device, dtype: torch.dtype, by: str, *, awaited: bool
+    ) -> list[Kernel]:
+        return COMPILER.start(dry_run(self.graph, shape, dtype, strict=self.strict, by=by), device, awaited=awaited)
+
+    def _compile_next(self, calls: Iterator[tuple[str, Sequence[int]]], device: torch.device) -> None:
+        """Have the kernels of the next of these calls compiled, then those of the one behind it: a dry run holds the
+        interpreter, so one at a time."""
+
+        def compile_one(by: str, shape: Sequence[int]) -> None:
+            try:
+                self._compile(shape, device, self.graph.dtype, by, awaited=False)
+            finally:
+                self._compile_next(calls, device)
+
+        if (following := next(calls, None)) is not None:
+            COMPILER.do(partial(compile_one, *following))
+
+    def wait_for_kernels(self, shape: Sequence[int] | None) -> None:
+        """Wait for those of a call with an input of this shape; None: for all that are being compiled."""
+        if shape is None:
+            COMPILER.wait()
+            return
+        for kernel in self.kernels_of(shape, self.graph.conv_in.current().weight.device, self.graph.dtype):
+            kernel.done.wait()
 
     def release(self) -> None:
         """Put weights back as they were found."""
         if self.weights is not None:
             self.weights.restore()
             self.weights = None
-
-    def kernels_ahead(self, device: torch.device, dtype: torch.dtype) -> dict[Call, list[Kernel]]:
-        """The kernels that calls need, which are compiled from now on. Empty where calls compile them themselves."""
-        if device.type != "cuda" or self._learning is None or self.graph.framework is None:
-            return {}
-        if (device, dtype) not in self._kernels:
-            ways, strict = self._ways(device, dtype), self.strict
-            sizes = [each.name for each in sizes_of(self.graph, dtype)] if strict else []
-            launches = needed(self.graph, dtype, strict=strict, ways=ways, sizes=sizes)
-            try:
-                self._kernels[device, dtype] = COMPILER.start(launches, device, dtype)
-            except Exception as error:
-                logger.info("kernels are not compiled ahead: %s", cause_of(error))
-                self._kernels[device, dtype] = {}
-        return self._kernels[device, dtype]
-
-    def _ways(self, device: torch.device, dtype: torch.dtype) -> tuple[tuple[str, ...], ...]:
-        """The ways by which the convolutions of calls run: of usual ones where that is known, and of any."""
-        if self.engines_on(device) is None:
-            return (BY_TORCH,)
-        gpu = "sm{}{}".format(*torch.cuda.get_device_capability(device))
-        return (by_engines(gpu), BY_ANY) if calls_seen(gpu) and dtype == torch.bfloat16 else (BY_ANY,)
 
     def engines_on(self, device: torch.device) -> Engines | None:
         if device not in self._engines:

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 
 from wanshim.core.shared.optional_triton import tl, triton
 
+from .launch import launch, takes_kernels
+
 _CHANNELS = (256, 128)
 _QUERIES, _KEYS, _STAGES, _WARPS = 128, 32, 2, 8  # the fastest of seven combinations on an H200
 _SHARED = 200 << 10  # bytes of shared memory that they take
@@ -33,8 +35,8 @@ def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> t
     out = queries.new_empty(queries.shape)
     scale = channels**-0.5 * math.log2(math.e)
     with torch.cuda.device_of(queries):
-        _attend[(triton.cdiv(count, _QUERIES), n)](
-            queries, keys, values, out, count, keys.shape[2], scale,
+        launch(
+            _attend, (triton.cdiv(count, _QUERIES), n), queries, keys, values, out, count, keys.shape[2], scale,
             *(x.stride(dim) for x in (queries, keys, values, out) for dim in (0, 2)),
             QUERIES=_QUERIES, KEYS=_KEYS, FIRST=_CHANNELS[0], SECOND=_CHANNELS[1], STAGES=_STAGES, num_warps=_WARPS,
         )  # fmt: skip
@@ -44,7 +46,7 @@ def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> t
 def attend_in_parts(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """torch's attention, of some queries after the others where it would store the scores of too many."""
     n, _, count, channels = queries.shape
-    rows = rows_at_once(n, count, keys.shape[2]) if queries.is_cuda and channels >= _STORED_FROM else count
+    rows = rows_at_once(n, count, keys.shape[2]) if takes_kernels(queries) and channels >= _STORED_FROM else count
     if rows >= count:
         return F.scaled_dot_product_attention(queries, keys, values)
     out = queries.new_empty(queries.shape)
@@ -74,11 +76,12 @@ def stored_values(frames: int, queries: int, keys: int, channels: int, *, in_par
 
 
 def _usable(*tensors: torch.Tensor) -> bool:
-    if triton is None or any(not x.is_cuda or x.itemsize != 2 or x.stride(3) != 1 for x in tensors):
+    if triton is None or any(not takes_kernels(x) or x.itemsize != 2 or x.stride(3) != 1 for x in tensors):
         return False
     if tensors[0].shape[3] != sum(_CHANNELS):
         return False
-    return torch.cuda.get_device_properties(tensors[0].device).shared_memory_per_block_optin >= _SHARED
+    device = tensors[0].device
+    return tensors[0].is_meta or torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= _SHARED
 
 
 if TYPE_CHECKING:  # Triton reads its functions as source; to a type checker their arguments mean nothing

@@ -25,6 +25,7 @@ from wanshim.core.decoding.model.graph import Attention, Conv, Duplicate, Norm, 
 from . import fused, winograd
 from .attention_kernel import attend, attend_in_parts
 from .convolution import ByWinograd, Convolve, torch_convolve
+from .launch import takes_kernels
 from .layout import dense, duplicate, folded_average, frames_apart, frames_last, interleave
 from .weights import FEW, FastWeights, squares_apart
 from .window import Ahead, Pending, Slab, Window
@@ -39,11 +40,6 @@ def conv_flags() -> tuple[object, ...]:
     except RuntimeError:  # torch knows two ways to choose it, and the other one was taken
         precision = cudnn.conv.fp32_precision
     return cudnn.enabled, cudnn.benchmark, cudnn.deterministic, torch.are_deterministic_algorithms_enabled(), precision
-
-
-def default_flags() -> bool:
-    """Whether torch chooses the engines of convolutions of 16-bit values as it does if nothing is said."""
-    return conv_flags()[:-1] == (True, False, False, False)
 
 
 class StrictOperators:
@@ -346,7 +342,7 @@ def _in_squares(window: Window) -> bool:
     """Does a convolution of few channels compute 2 x 2 of its outputs at once?"""
     conv, (height, width) = window.conv, window.shape()[3:]
     fits = conv.out_channels <= FEW and conv.kernel == (3, 3, 3) and conv.stride == (1, 1, 1)
-    return fits and window.data.is_cuda and height % 2 == width % 2 == 0
+    return fits and takes_kernels(window.data) and height % 2 == width % 2 == 0
 
 
 def zero_margins(window: Window) -> None:

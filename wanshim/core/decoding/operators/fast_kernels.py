@@ -14,6 +14,7 @@ import torch
 from wanshim.core.decoding.model.graph import Duplicate, Norm
 from wanshim.core.shared.optional_triton import tl, triton
 
+from .launch import launch, takes_kernels
 from .layout import used_strides
 from .winograd import UNIT, Products
 
@@ -29,7 +30,7 @@ _PRESENT = ["bias", "skip", "kept"]
 def usable(*given: torch.Tensor | Products | None) -> bool:
     """Can the kernels take these tensors: CUDA, a supported dtype, channels next to each other."""
     tensors = [x.parts[0] if isinstance(x, Products) else x for x in given if x is not None]
-    return triton is not None and all(x.is_cuda and x.dtype in _DTYPES and x.stride(1) == 1 for x in tensors)
+    return triton is not None and all(takes_kernels(x) and x.dtype in _DTYPES and x.stride(1) == 1 for x in tensors)
 
 
 def sum_into(
@@ -56,7 +57,8 @@ def add_duplicate(
 ) -> None:
     _, c, t, h, w = out.shape
     block_c, block_p, programs = _blocks(c, out.shape)
-    _duplicate[(programs,)](
+    launch(
+        _duplicate, (programs,),
         main, main if bias is None else bias, source, out, t, h, w, *_outer(main), *_outer(source), *_outer(out),
         PHASES=main.shape[1] != c, C=c, BLOCK_C=block_c, BLOCK_P=block_p, FACTOR_T=dup.factor_t, FACTOR_S=dup.factor_s,
         REPEATS=dup.repeats, LEAD=dup.factor_t - 1 if first else 0, HAS_BIAS=bias is not None,
@@ -92,11 +94,11 @@ def _launch_sum(
         "HAS_SHIFT": shift is not None, "NORM": norm is not None, "SILU": silu,
     }  # fmt: skip
     if isinstance(main, Products):
-        _sum_of_products[(programs,)](
-            *main.parts, *values, t, UNIT, rows[2], h, w, *strides, *present, num_warps=_WARPS_OF_PRODUCTS, **fixed
-        )
+        sizes, options = (t, UNIT, rows[2], h, w), {"num_warps": _WARPS_OF_PRODUCTS, **fixed}
+        launch(_sum_of_products, (programs,), *main.parts, *values, *sizes, *strides, *present, **options)
     else:
-        _sum[(programs,)](main, *values, t, h, w, *strides, *present, PHASES=main.shape[1] != c, **fixed)
+        fixed["PHASES"] = main.shape[1] != c
+        launch(_sum, (programs,), main, *values, t, h, w, *strides, *present, **fixed)
 
 
 def _outer(x: torch.Tensor) -> tuple[int, ...]:

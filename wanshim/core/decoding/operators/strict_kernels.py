@@ -18,6 +18,7 @@ import torch
 from wanshim.core.decoding.model.graph import Duplicate
 from wanshim.core.shared.optional_triton import libdevice, tl, triton
 
+from .launch import launch, takes_kernels
 from .layout import dense, used_strides
 
 _SIDE = 64  # of a square
@@ -28,7 +29,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def available(x: torch.Tensor) -> bool:
     """Can there be kernels for tensors like `x`?"""
-    return libdevice is not None and x.is_cuda and x.dtype in _DTYPES
+    return libdevice is not None and takes_kernels(x) and x.dtype in _DTYPES
 
 
 def planar(x: torch.Tensor) -> bool:
@@ -41,8 +42,9 @@ def norm_into(
 ) -> None:
     """out = silu(x / size * scale * gamma + 0), for `size` [B, 1, T, H, W] of any dtype."""
     if x.numel():
-        _norm[_grid(x, 1)](
-            x, size, gamma, out, **_extents(x, 1), **_strides("x", x), **_strides("s", size), **_strides("o", out),
+        launch(
+            _norm, _grid(x, 1), x, size, gamma, out,
+            **_extents(x, 1), **_strides("x", x), **_strides("s", size), **_strides("o", out),
             scale=scale, SILU=silu, **_EXACT,
         )  # fmt: skip
 
@@ -50,7 +52,8 @@ def norm_into(
 def sum_into(main: torch.Tensor, bias: torch.Tensor | None, skip: torch.Tensor | None, out: torch.Tensor) -> None:
     """out = (main + bias) + skip; `out` may be `main`."""
     if main.numel():
-        _sum[_grid(main, 1)](
+        launch(
+            _sum, _grid(main, 1),
             main, main if bias is None else bias, main if skip is None else skip, out, **_extents(main, 1),
             **_strides("x", main), **_strides("s", main if skip is None else skip), **_strides("o", out),
             HAS_BIAS=bias is not None, HAS_SKIP=skip is not None, **_EXACT,
@@ -62,7 +65,8 @@ def resize_into(
 ) -> None:
     """out = nearest 2x of (main + bias) + skip; with `pairs` the halves of the channels become two frames."""
     if main.numel():
-        _resize[_grid(main, 4)](
+        launch(
+            _resize, _grid(main, 4),
             main, main if bias is None else bias, main if skip is None else skip, out, **_extents(main, 4),
             **_strides("x", main), **_strides("s", main if skip is None else skip), **_strides("o", out),
             HALVES=2 if pairs else 1, HAS_BIAS=bias is not None, HAS_SKIP=skip is not None, **_EXACT,
@@ -79,7 +83,8 @@ def add_duplicate(
 ) -> None:
     """out = (main + bias) + the 2.2 shortcut of `source`; `out` may be `main`."""
     if main.numel():
-        _duplicate[_grid(main, 1)](
+        launch(
+            _duplicate, _grid(main, 1),
             main, main if bias is None else bias, source, out, **_extents(main, 1),
             **_strides("x", main), **_strides("s", source), **_strides("o", out),
             FACTOR_T=dup.factor_t, FACTOR_S=dup.factor_s, REPEATS=dup.repeats,
@@ -100,9 +105,8 @@ def channels_last(x: torch.Tensor) -> torch.Tensor:
     if x.numel():
         rows = x.shape[1]
         columns = x.numel() // x.shape[0] // rows
-        _transpose[(triton.cdiv(columns, _SIDE) * triton.cdiv(rows, _SIDE), x.shape[0])](
-            x, out, rows, columns, SIDE=_SIDE, num_warps=4
-        )
+        grid = (triton.cdiv(columns, _SIDE) * triton.cdiv(rows, _SIDE), x.shape[0])
+        launch(_transpose, grid, x, out, rows, columns, SIDE=_SIDE, num_warps=4)
     return out.movedim(-1, 1)
 
 

@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from wanshim.core.decoding.model.graph import Conv
 from wanshim.core.shared.optional_triton import tl, triton
 
+from .launch import launch, takes_kernels
 from .layout import used_strides, wide
 
 _CHANNELS = 96  # with fewer, parts and products take as long in memory as is saved
@@ -57,8 +58,8 @@ _OUTPUTS = (
     (0, 2, -2, 1 / 2, -4, 4),
 )
 _BLOCK = 1024
-GROUP, _PARTS = len(_OUTPUTS), len(_FRAMES)
-_BUFFERS = _PARTS + 1
+GROUP, PARTS = len(_OUTPUTS), len(_FRAMES)
+_BUFFERS = PARTS + 1
 _VALUES = 1.3e9  # in the buffers together; one group may take more
 _LARGEST = 2**31 - 2 * _BLOCK  # values of a frame: programs count in 32 bits
 _SMALL = 1e8  # values in the buffers, which a piece may have however few frames there are
@@ -103,13 +104,13 @@ def buffer_values(frames: int, batch: int, height: int, width: int, channels: tu
 
 def weight_values(conv: Conv) -> int:
     """The number of values in the weights of the products."""
-    return _PARTS * 9 * conv.in_channels * conv.out_channels
+    return PARTS * 9 * conv.in_channels * conv.out_channels
 
 
 def split_weight(weight: torch.Tensor) -> torch.Tensor:
     """[C, I, 3, 3, 3] as the weights of the products, [6, C, I, 1, 3, 3], each channels last in memory."""
     taps = (_OF_WEIGHTS * wide(weight)).permute(2, 0, 3, 4, 1)
-    parts = weight.new_empty((_PARTS, *taps.shape[1:]), dtype=_stored(weight.dtype))
+    parts = weight.new_empty((PARTS, *taps.shape[1:]), dtype=_stored(weight.dtype))
     for at, row in enumerate(_TAPS):
         parts[at] = _combined(row, taps)
     return parts.permute(0, 1, 4, 2, 3).unsqueeze(3)
@@ -193,14 +194,13 @@ class DeferredOutput:
 def split_into(x: torch.Tensor, parts: list[torch.Tensor]) -> None:
     """The parts of `x`; an incomplete group is followed by zeros."""
     groups, frames = parts[0].shape[2], x.shape[2]
-    if triton is not None and x.is_cuda:
+    if triton is not None and takes_kernels(x):
         values, batch = x[0, :, 0].numel(), x.shape[0]
-        _split[(triton.cdiv(values, _BLOCK), batch)](
-            x, *parts, groups, frames, values, used_strides(x)[0], used_strides(parts[0])[0], _OF_PARTS, BLOCK=_BLOCK
-        )
+        sizes, strides = (groups, frames, values), (used_strides(x)[0], used_strides(parts[0])[0])
+        launch(_split, (triton.cdiv(values, _BLOCK), batch), x, *parts, *sizes, *strides, _OF_PARTS, BLOCK=_BLOCK)
         return
     x = F.pad(x, (0, 0, 0, 0, 0, GROUP * groups + 2 - frames))
-    given = [_OF_PARTS * wide(x[:, :, at : at + GROUP * groups : GROUP]) for at in range(_PARTS)]
+    given = [_OF_PARTS * wide(x[:, :, at : at + GROUP * groups : GROUP]) for at in range(PARTS)]
     for part, row in zip(parts, _FRAMES):
         part.copy_(_combined(row, given))
 
