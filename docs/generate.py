@@ -179,6 +179,7 @@ TABLES = {
     "decode measured": lambda _: measured.decode_table(),
     "decode share": lambda _: generation_tables.share_table(),
     "first calls": lambda _: first_calls.first_call_table(),
+    "first calls, dry run": lambda _: first_calls.dry_run_table(),
     "twenty sizes": lambda _: first_calls.service_table(),
     "strict proof": lambda _: first_calls.proof_table(),
     "resume cost": lambda _: first_calls.resume_table(),

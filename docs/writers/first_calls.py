@@ -22,6 +22,18 @@ def first_call_table() -> str:
     return table(heads, lines, f"{sizes}; {measured}")
 
 
+def dry_run_table() -> str:
+    """The first calls with kernels from a dry run, and from the table that it has replaced."""
+    found = result("first_call_dry_run_1xH200")
+    lines = []
+    for row in found["rows"]:
+        cells = [f"{seconds:.2f}{' (left)' if each else ''}" for seconds, each in zip(row["seconds"], row["left"])]
+        name = "diffusers" if row["arm"] == "diffusers" else f"{row['arm']}, {row['process']} process, by {row['by']}"
+        lines.append((f"{row['layout']} {row['verb']}", name, *cells, row["commit"][:7]))
+    heads = "VAE | seconds of call | 1 | 2 | 3 | another size, 1 | 2 | commit"
+    return table(heads, sorted(lines), f"Sizes as above; {found['gpu']}, torch {found['torch']}.")
+
+
 def service_table() -> str:
     """Twenty sizes in turn, three rounds of them, in one process on a machine that knows nothing."""
     found = result("first_call_service_1xH200")
