@@ -46,4 +46,4 @@ def test_second_strict_decode_on_two_ranks_enters_few_files() -> None:
     for equal, files in values(run_ranks(entered_by_decode, 2)):
         assert equal
         assert "wanshim/core/decoding/call.py" in files
-        assert len(files) <= MOST, files
+        assert len(files) <= MOST, "\n".join(files)

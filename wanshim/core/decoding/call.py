@@ -122,7 +122,7 @@ class ParallelVae:
             state = self._state(given)
             facts = self._meet(comm, self._facts(comm, given, state, tiles, lean))
             job = self._agree(comm, given, state, facts, tiles, lean)
-            with COMPILER.paused():
+            with COMPILER.paused() if COMPILER.started else contextlib.nullcontext():
                 run = CallRun(self.operators, comm, job, given, self.options.output, state, self._show)
                 output = run.run(self._plans(job), facts)
         return given.new_empty(0) if output is None else output

@@ -130,7 +130,8 @@ class VaeOperators:
         Args:
             seconds: to wait at most: other ranks wait for this one meanwhile.
         """
-        return missing(self.kernels_of(given.shape, given.device, dtype), seconds)
+        kernels = self.kernels_of(given.shape, given.device, dtype)
+        return bool(kernels) and missing(kernels, seconds)
 
     def _compiles_ahead(self, device: torch.device) -> bool:
         """Whether calls have their kernels compiled before: only where a framework can compute meanwhile."""

@@ -46,7 +46,7 @@ def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> t
 def attend_in_parts(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """torch's attention, of some queries after the others where it would store the scores of too many."""
     n, _, count, channels = queries.shape
-    rows = rows_at_once(n, count, keys.shape[2]) if takes_kernels(queries) and channels >= _STORED_FROM else count
+    rows = rows_at_once(n, count, keys.shape[2]) if channels >= _STORED_FROM and takes_kernels(queries) else count
     if rows >= count:
         return F.scaled_dot_product_attention(queries, keys, values)
     out = queries.new_empty(queries.shape)
@@ -76,7 +76,7 @@ def stored_values(frames: int, queries: int, keys: int, channels: int, *, in_par
 
 
 def _usable(*tensors: torch.Tensor) -> bool:
-    if triton is None or any(not takes_kernels(x) or x.itemsize != 2 or x.stride(3) != 1 for x in tensors):
+    if triton is None or any(x.itemsize != 2 or x.stride(3) != 1 or not takes_kernels(x) for x in tensors):
         return False
     if tensors[0].shape[3] != sum(_CHANNELS):
         return False

@@ -72,6 +72,7 @@ class KernelCompiler:
     """Compiles in threads that end with the process."""
 
     def __init__(self) -> None:
+        self.started = False  # anything was asked for
         self._kernels: dict[tuple[Launch, torch.device], Kernel] = {}
         self._waiting: deque[Callable[[], object]] = deque()
         self._threads: list[Thread] = []
@@ -90,6 +91,7 @@ class KernelCompiler:
 
     def do(self, *work: Callable[[], object], first: bool = False) -> None:
         """Have this done behind what was asked for until now, or before it."""
+        self.started = True
         with self._changed:
             self._waiting = deque([*work, *self._waiting] if first else [*self._waiting, *work])
             for _ in range(min(_threads(), len(self._waiting)) - len(self._threads)):
