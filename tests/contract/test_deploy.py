@@ -131,6 +131,7 @@ def by_kubernetes(folder: Path, processes: int) -> None:
     finish(started)
 
 
+@pytest.mark.sweep
 @pytest.mark.slow  # two launchers and their ranks, each of which imports torch
 @needs_namespaces
 @pytest.mark.parametrize(

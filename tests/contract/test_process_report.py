@@ -62,7 +62,10 @@ has_plugin = any(point.name == "wanshim" for point in metadata.entry_points(grou
 
 @pytest.mark.parametrize(
     "activated",
-    [ACTIVATE, pytest.param(PLUGIN, marks=pytest.mark.skipif(not has_plugin, reason="wanshim is not installed"))],
+    [
+        pytest.param(ACTIVATE, marks=pytest.mark.sweep),
+        pytest.param(PLUGIN, marks=pytest.mark.skipif(not has_plugin, reason="wanshim is not installed")),
+    ],
     ids=["activate()", "plugin"],
 )
 def test_process_reports_at_its_start_and_its_end(activated: str) -> None:

@@ -173,8 +173,7 @@ REFUSED = tuple(
 )  # fmt: skip
 DECODING = tuple(
     Road(f"{variable} wanshim run -- {launcher} {script}", reference=f"python {script} ...", arguments=arguments,
-         says=(f"{feature} exercised",), gpus=gpus, on_cpu=gpus > 1,
-         sweep=(variable, arguments) != ("WANSHIM_VAE_MODE=auto", "2.1 float32 1"))
+         says=(f"{feature} exercised",), gpus=gpus, on_cpu=gpus > 1, sweep=True)
     for variable, feature, script in (
         ("WANSHIM_VAE_MODE=auto", "diffusers.vae_decode", "generate.py"),
         ("WANSHIM_VAE_ENCODE=auto", "diffusers.vae_encode", "your_script.py"),

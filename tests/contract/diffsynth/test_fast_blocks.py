@@ -136,6 +136,7 @@ LEFT: dict[str, tuple[Callable[[Any], object], str]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if "compiled" in name else name for name in LEFT]
 )

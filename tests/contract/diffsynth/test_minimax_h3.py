@@ -190,6 +190,7 @@ def test_training_writes_the_files_of_diffsynth_alone(
         assert text in everything_said()
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_blocks_are_one_graph_whatever_the_length_of_text_and_video(monkeypatch: pytest.MonkeyPatch) -> None:
     use_aot_eager(monkeypatch)

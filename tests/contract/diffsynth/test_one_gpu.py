@@ -48,6 +48,7 @@ def test_run_on_one_gpu_plans_for_its_index(
     assert not re.search(r"cuda\b(?!:0)", said)
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_gpu")
 def test_planned_run_of_one_gpu_keeps_blocks_on_a_large_card_and_streams_on_a_small_one(

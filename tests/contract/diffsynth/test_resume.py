@@ -165,6 +165,7 @@ def test_under_every_plan_the_resumed_run_is_the_run(
     assert files(out) == files(whole)
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize(("workers", "at"), [(0, 4), pytest.param(2, 4, marks=pytest.mark.sweep), (2, 9)])
 def test_generators_that_the_dataset_holds_go_on_where_they_were(tmp_path: Path, workers: int, at: int) -> None:
@@ -299,6 +300,7 @@ def test_state_in_a_folder_beside_the_run_s_own_is_named_and_a_file_there_is_non
     assert f"there is one in {tmp_path / 'monday'}," in "\n".join(wanshim.report().row(NAME).notes)
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_run_whose_states_are_all_damaged_stops_and_begins_beside_them_if_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -749,6 +751,7 @@ def test_signal_ends_a_run_that_goes_on_as_if_it_had_not(tmp_path: Path, end: st
     assert files(out) == lora
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_sample_that_a_worker_cannot_load_ends_the_run(tmp_path: Path) -> None:
     """The traceback holds the loader's iterator, and so its workers, until the process exits."""

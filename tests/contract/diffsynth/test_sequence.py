@@ -78,6 +78,7 @@ def check(names: tuple[str, ...], ranks: tuple[int, ...], seconds: float = 200) 
             assert distance <= EXACT, case
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_every_covered_variant_on_two_ranks_takes_the_unsharded_step() -> None:
     check(COVERED, (2,))
