@@ -45,6 +45,7 @@ def why_other_code(model: nn.Module, methods: Iterable[str] = ()) -> str:
                 if _package(_home(function)) not in known:
                     return f"{where}{found.__qualname__}.{name} is {_name(function)} here"
         modules |= {each.__module__ for each in cls.__mro__ if _package(each.__module__) not in sys.stdlib_module_names}
+    modules.discard("torch")  # of tensors: `_why_other_torch` looks at what computes there
     places = [(name, vars(sys.modules[name])) for name in sorted(modules & sys.modules.keys())]
     for place, values in (*places, *((path, vars(module)) for path, module in model.named_modules())):
         for name, value in list(values.items()):
