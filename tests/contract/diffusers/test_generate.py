@@ -175,6 +175,7 @@ def test_processes_that_cannot_connect_ahead_do_it_for_the_decode(monkeypatch: p
     shared.close()
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_in_a_decode_is_named_and_the_frames_are_not_lost(
     shared: SharedPipeline, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

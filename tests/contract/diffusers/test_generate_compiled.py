@@ -34,6 +34,7 @@ def test_script_that_compiles_has_its_frames_over_gpus(way: str, backend: str, t
     assert f"exercised, 4 calls of WanPipeline.__call__, of which left to the framework {left}" in said, said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way", ["blocks", *(pytest.param(way, marks=pytest.mark.slow) for way in compiling.WAYS if way != "blocks")]
 )
@@ -52,6 +53,7 @@ def test_copies_are_compiled_and_once_only(way: str, request: pytest.FixtureRequ
     assert handle.plan.guidance == 2
 
 
+@pytest.mark.slow
 def test_compiled_model_runs_by_guidance_alone(request: pytest.FixtureRequest) -> None:
     pipe = wan_pipelines.wan()
     compiling.WAYS["blocks"](pipe, backend="eager")

@@ -472,6 +472,7 @@ def test_a_vae_that_another_thread_calls_meanwhile_computes_in_this_process(shar
     assert all(torch.equal(alone, each) for each in seen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["function", pytest.param("object", marks=pytest.mark.slow), "diffusers"])
 def test_models_that_a_callback_calls_compute_in_this_process(kind: str) -> None:
     """Directly, and through another pipeline of the same transformer."""

@@ -51,6 +51,7 @@ def compare(shared: SharedPipeline, pipe: Any, way: tuple[int, int], kind: str =
     assert torch.equal(expected, generate(pipe, kind, **changed)), "nothing is left in the model"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", qwen_pipelines.KINDS)
 def test_guidance_and_tokens_over_four_processes(shared: SharedPipeline, kind: str) -> None:
     compare(shared, qwen(kind), (2, 2), kind)
@@ -65,6 +66,7 @@ def test_tokens_at_sizes_that_do_not_divide(shared: SharedPipeline, way: tuple[i
     compare(shared, pipe, way, prompts=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", [PADDED, None], ids=["padded", "no mask"])
 def test_masked_text_has_the_same_images(shared: SharedPipeline, mask: torch.Tensor | None) -> None:
     qwen_pipelines.skip_mask_of_later_releases(mask)

@@ -44,12 +44,13 @@ def compare(shared: SharedPipeline, pipe: Any, kind: str, way: tuple[int, int], 
     assert torch.equal(expected, generate(pipe, kind, **changed)), "nothing is left in the model"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in wan_pipelines.MADE if kind != "animate"])
 def test_guidance_and_tokens_over_four_processes(shared: SharedPipeline, kind: str) -> None:
     compare(shared, wan_pipelines.MADE[kind](), kind, (2, 2))
 
 
-@pytest.mark.parametrize("way", [(1, 2), (1, 3), (1, 4)], ids=str)
+@pytest.mark.parametrize("way", [(1, 2), (1, 3), pytest.param((1, 4), marks=pytest.mark.slow)], ids=str)
 def test_tokens_without_guidance_at_odd_sizes(shared: SharedPipeline, way: tuple[int, int]) -> None:
     pipe = wan_pipelines.wan()
     compare(shared, pipe, "wan", way, guidance_scale=1.0, height=48, width=80, num_frames=9)
