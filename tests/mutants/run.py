@@ -65,7 +65,8 @@ def run(name: str, room: Mapping[str, Any], settings: Mapping[str, Any], sample:
     with tempfile.TemporaryDirectory(prefix=f"mutants-{name}-") as folder:
         copy, session = Path(folder, "checkout"), Path(folder, "session.sqlite")
         copy_checkout(copy)
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *room["tests"]]
+        options = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not slow"]
+        command = [sys.executable, "-m", "pytest", *options, *room["tests"]]
         environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         begin = time.monotonic()
         # The tests pass on the code as it is. Their run leaves bytecode for the others: cosmic-ray's write none.

@@ -331,6 +331,53 @@ def test_hook_that_came_later_is_left_alone(group: Group, monkeypatch: pytest.Mo
     assert sys.excepthook is later
 
 
+def test_rank_that_computes_alone_is_not_counted_for_an_hour_after_each_sign_of_it(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch, other = group.rank(0), group.rank(1)
+    start_first(watch, other)
+    end_thread(watch)  # it would read as well
+    clock = [time.monotonic()]
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+
+    def held_after(seconds: float) -> bool:
+        clock[0] += seconds
+        other._publish()
+        watch._read()
+        return watch.held_at == clock[0]
+
+    assert not held_after(1)
+    other.works_alone()
+    assert held_after(0)
+    assert held_after(module.ALONE_SECONDS - 1)
+    assert not held_after(1)
+    other.works_alone()
+    assert held_after(1)
+    other.takes_turn(1, "loss")
+    assert not held_after(1)
+    other.works_alone()
+    assert held_after(2 * module.ALONE_SECONDS)
+
+
+def test_turn_of_a_rank_is_the_last_that_it_has_begun_and_no_other_comes_after_it_has_left(group: Group) -> None:
+    one, other = group.started()
+    assert one.turn_of(1) == 0
+    for number in (3, 4):
+        other.takes_turn(number, "loss")
+    until(lambda: one.turn_of(1) == 4)
+    other.stop()
+    until(lambda: one.turn_of(1) == float("inf"))
+
+
+def test_ranks_that_make_different_calls_end_with_one_table(group: Group) -> None:
+    one, other = group.started()
+    one.takes_turn(1, "loss")
+    other.takes_turn(1, "validation")
+    until(lambda: one.failed and other.failed)
+    for watch in (one, other):
+        assert "not make the same calls:\n  rank 4: loss\n  rank 0: validation" in str(watch.cause())
+
+
 @pytest.mark.parametrize(
     ("calls", "expected"),
     [

@@ -135,6 +135,28 @@ def test_group_of_a_torch_that_cannot_abort_it_is_shut_down(monkeypatch: pytest.
     assert (left, failed) == ([group], [])
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_exit_waits_for_an_abort_but_not_for_ever(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "_ABORT_SECONDS", 0.05)
+    monkeypatch.setattr(nccl, "_EXIT_SECONDS", 60.0 if ends else 0.05)
+    may_end = threading.Event()
+
+    class Group:
+        def abort(self) -> None:
+            may_end.wait(60)
+
+        shutdown = abort
+
+    thread = nccl.abort(Group())
+    later = threading.Timer(0.2, may_end.set)
+    if ends:
+        later.start()
+    nccl._wait_for_aborts()
+    assert thread.is_alive() is not ends
+    may_end.set()
+    thread.join(60)
+
+
 AT_EXIT = """
 import atexit
 from wanshim.core.ranks import nccl
