@@ -337,7 +337,7 @@ def test_rank_that_computes_alone_is_not_counted_for_an_hour_after_each_sign_of_
     watch, other = group.rank(0), group.rank(1)
     start_first(watch, other)
     end_thread(watch)  # it would read as well
-    clock = [time.monotonic()]
+    clock = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
 
     def held_after(seconds: float) -> bool:
