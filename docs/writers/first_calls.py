@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from writers.markdown import table
 from writers.measured import result, where
 
@@ -11,12 +13,7 @@ def first_call_table() -> str:
     names = ("first_call_1xH100", "first_call_encode_1xH100", "first_call_22_1xH100", "first_call_encode_22_1xH100")
     records = [result(name) for name in names]
     (measured,) = {where(found) for found in records}
-    lines = []
-    for found in records:
-        for row in found["rows"]:
-            cells = [f"{seconds:.2f}{' (left)' if each else ''}" for seconds, each in zip(row["seconds"], row["left"])]
-            name = row["arm"] if row["arm"] == "diffusers" else f"{row['arm']}, {row['process']} process"
-            lines.append((f"{row['layout']} {row['verb']}", name, *cells))
+    lines = [_calls(row) for found in records for row in found["rows"]]
     heads = "VAE | seconds of call | 1 | 2 | 3 | another size, 1 | 2"
     sizes = "704x1280, then 528x960 (2.2: 512x960); 2.1: 81 frames, 2.2: 121"
     return table(heads, lines, f"{sizes}; {measured}")
@@ -25,13 +22,16 @@ def first_call_table() -> str:
 def dry_run_table() -> str:
     """The first calls with kernels from a dry run, and from the table that it has replaced."""
     found = result("first_call_dry_run_1xH200")
-    lines = []
-    for row in found["rows"]:
-        cells = [f"{seconds:.2f}{' (left)' if each else ''}" for seconds, each in zip(row["seconds"], row["left"])]
-        name = "diffusers" if row["arm"] == "diffusers" else f"{row['arm']}, {row['process']} process, by {row['by']}"
-        lines.append((f"{row['layout']} {row['verb']}", name, *cells, row["commit"][:7]))
+    lines = [(*_calls(row, f", by {row['by']}"), row["commit"][:7]) for row in found["rows"]]
     heads = "VAE | seconds of call | 1 | 2 | 3 | another size, 1 | 2 | commit"
     return table(heads, sorted(lines), f"Sizes as above; {found['gpu']}, torch {found['torch']}.")
+
+
+def _calls(row: dict[str, Any], way: str = "") -> tuple[str, ...]:
+    """The VAE and verb of a row, its arm, and the seconds of each call, with those that were left to the framework."""
+    name = row["arm"] if row["arm"] == "diffusers" else f"{row['arm']}, {row['process']} process{way}"
+    cells = (f"{seconds:.2f}{' (left)' if each else ''}" for seconds, each in zip(row["seconds"], row["left"]))
+    return f"{row['layout']} {row['verb']}", name, *cells
 
 
 def service_table() -> str:

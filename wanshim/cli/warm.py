@@ -186,8 +186,9 @@ def learn(vae: Any, work: Work, console: Console) -> None:
             given = given.clamp_(-1, 1).to(parameter.device, parameter.dtype)
             for mode in work.modes:
                 options = VaeOptions(strict=mode == "strict")
+                ahead = ParallelVae(graph, None, options).operators
                 for shape in (given.shape, None):  # and usual sizes
-                    ParallelVae(graph, None, options).operators.wait_for_kernels(shape)
+                    ahead.wait_for_kernels(shape)
                 parallel = ParallelVae(graph, None, options, learning=None)
                 try:
                     for _ in range(CALLS):

@@ -204,10 +204,9 @@ def _rows(
 
 
 def _is_missing(row: DiagnosisRow, selection: Selection) -> bool:
-    unavailable = (
-        (Verdict.REFUSE.value, Verdict.ABSENT.value) if row.feature in selection.named else (Verdict.REFUSE.value,)
-    )
-    return row.feature in selection and row.verdict in unavailable
+    """Whether a selected feature is unavailable. One whose framework is absent counts if it was named."""
+    is_absent = row.verdict == Verdict.ABSENT.value and row.feature in selection.named
+    return row.feature in selection and (row.verdict == Verdict.REFUSE.value or is_absent)
 
 
 def prepare(text: str | None, read: settings.Settings, option: str = "") -> list[str]:

@@ -75,7 +75,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **given: Any) -> None
 
 
 def _told_apart(parameter: Any, value: Any) -> tuple[Any, Any]:
-    """What Triton knows of an argument when it compiles, and an example of it."""
+    """The facts by which Triton tells an argument of a kernel from another, and an example of it."""
     if isinstance(value, torch.Tensor):
         pointer, aligned = triton.runtime.jit.MockTensor(value.dtype), value.data_ptr() % ALIGNED == 0
         if not aligned:

@@ -173,9 +173,9 @@ def _same_norm(norm: Norm, like: torch.Tensor, way: Sizes) -> bool:
     x = x.to(like.dtype)
     out = torch.empty_like(x)
     kernels.norm_into(x, sizes(norm, x, way), norm.gamma, norm.scale, out, silu=False)
-    if x.is_meta:
-        return way is seen_sizes(norm.module, x[:, :, 0] if norm.module.gamma.dim() == 3 else x)
     frames = norm.module.gamma.dim() == 3  # the attention's norm takes frames one by one
+    if x.is_meta:
+        return way is seen_sizes(norm.module, x[:, :, 0] if frames else x)
     return torch.equal(out, torch.stack([norm.module(x[:, :, t]) for t in (0, 1)], 2) if frames else norm.module(x))
 
 
