@@ -4,11 +4,12 @@
     ACCELERATE_USE_CPU=true python benchmarks/training_end_to_end.py --tiny --gpus 1,2
 
 DiffSynth's own training module and loop on video files that this script writes; weights are random, of full size, or
-small with `--tiny`, which the CPU trains. Three ways, each in processes of its own:
+small with `--tiny`, which the CPU trains. Four ways, each in processes of its own:
 
     DiffSynth             python, or accelerate launch with a process for each GPU: each video and prompt in each step
     DiffSynth, two tasks  its own --task sft:data_process, then --task sft:train on the files of that
     wanshim               WANSHIM_ENCODE_CACHE=FOLDER wanshim run --gpus N -- python ...
+    wanshim, two tasks    both tasks under `wanshim run --gpus N`: the speed of cached latents
 
 Records for each epoch the seconds of a step, from the end of its first step to that of its last, the seconds of the
 whole loop with all that it encodes, and the peak of each GPU. A step of N processes of DiffSynth's own has N samples,
@@ -51,7 +52,13 @@ TINY = {
     "frames": 5, "videos": 4,
 }  # fmt: skip
 VOCABULARY = 256384  # of umT5
-WAYS = ("DiffSynth", "DiffSynth, two tasks", "wanshim")
+ONE_TASK, TWO_TASKS = ("sft",), ("sft:data_process", "sft:train")
+WAYS = {
+    "DiffSynth": ONE_TASK,
+    "DiffSynth, two tasks": TWO_TASKS,
+    "wanshim": ONE_TASK,
+    "wanshim, two tasks": TWO_TASKS,
+}
 
 
 class Training(DiffusionTrainingModule):  # type: ignore[misc]
@@ -201,29 +208,31 @@ def write_files(args: argparse.Namespace) -> None:
 
 def start(args: argparse.Namespace, way: str, gpus: int) -> dict[str, Any]:
     """One way with so many GPUs."""
-    tasks = ("sft:data_process", "sft:train") if way == WAYS[1] else ("sft",)
+    by_wanshim = way.startswith("wanshim")
     found: dict[str, Any] = {"way": way, "gpus": gpus, "before": 0.0}
     with tempfile.TemporaryDirectory(dir=args.folder) as own:
-        for task in tasks:
+        for task in WAYS[way]:
             part = Path(own, "part.json")
-            command = _launched(way, gpus, [*_options(args), "--task", task, "--encoded", own, "--part", str(part)])
-            variables = {"WANSHIM_ENCODE_CACHE": f"{own}/cache"} if way == WAYS[2] else {}
+            command = _launched(
+                by_wanshim, gpus, [*_options(args), "--task", task, "--encoded", own, "--part", str(part)]
+            )
+            variables = {"WANSHIM_ENCODE_CACHE": f"{own}/cache"} if way == "wanshim" else {}
             path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
             subprocess.run(command, env={**os.environ, "PYTHONPATH": path, **variables}, check=True, cwd=own)
             measured = json.loads(part.read_text())
             if task.endswith(":data_process"):
                 found["before"] = measured["seconds"]
         found |= measured
-    in_a_step = 1 if way == WAYS[2] else gpus
+    in_a_step = 1 if by_wanshim else gpus
     for epoch in found["epochs"]:
         epoch["seconds_a_sample"] = (epoch["seconds_a_step"] or epoch["seconds"] / epoch["steps"]) / in_a_step
     found["seconds_with_all_encoding"] = found["before"] + found["seconds"]
     return found
 
 
-def _launched(way: str, gpus: int, options: list[str]) -> list[str]:
+def _launched(by_wanshim: bool, gpus: int, options: list[str]) -> list[str]:
     script = [str(Path(__file__).resolve()), *options]
-    if way == WAYS[2]:
+    if by_wanshim:
         return [sys.executable, "-m", "wanshim", "run", "--gpus", str(gpus), "--", sys.executable, *script]
     if gpus == 1:
         return [sys.executable, *script]
@@ -260,7 +269,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         args.folder = folder
         write_files(args)
-        ways = WAYS if args.ways == "all" else [WAYS[int(number)] for number in args.ways.split(",")]
+        ways = [*WAYS] if args.ways == "all" else [[*WAYS][int(number)] for number in args.ways.split(",")]
         rows = [start(args, way, int(gpus)) for gpus in args.gpus.split(",") for way in ways]
     for row in rows:
         steps = ", ".join(f"{epoch['seconds_a_sample']:.3f}" for epoch in row["epochs"])
