@@ -206,8 +206,7 @@ def end_to_end_table() -> str:
         "videos | loop | GPUs | seconds a sample by epoch | against DiffSynth on one, second epoch | "
         "seconds of all epochs and what is encoded | peak GiB | commit"
     )
-    note = f"Cached latents alone on one GPU: {found['cached_latents']['median']:.2f} s a sample."
-    return table(heads, rows, f"{note} {found['gpu']}, torch {found['torch']}.")
+    return table(heads, rows, f"{found['gpu']}, torch {found['torch']}.")
 
 
 def training_table() -> str:
