@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,13 @@ import torch
 from torch import nn
 
 from tests.unit.streaming.model import Model, data
+from wanshim.core.generation.host_streams import host_copy
 from wanshim.core.shared.host_memory import mapped
 from wanshim.core.streaming import HostCopy, bytes_when_streamed, compute_from
 from wanshim.errors import HostMemoryInvalid, PlacementInvalid
 
 CPU = torch.device("cpu")
+either = pytest.mark.parametrize("shared", [False, True])
 
 
 def made() -> Model:
@@ -27,10 +30,11 @@ def outputs(model: nn.Module) -> list[torch.Tensor]:
     return [model(data(seed)) for seed in range(2)]
 
 
-def test_a_model_computes_the_same_bits_from_its_copy_and_is_as_before_afterwards() -> None:
+@either
+def test_a_model_computes_the_same_bits_from_its_copy_and_is_as_before_afterwards(shared: bool) -> None:
     model = made()
     expected, identities = outputs(model), [id(p) for p in model.parameters()]
-    copy = HostCopy.of(model)
+    copy = HostCopy.of(model, shared=shared)
     places = [p.data_ptr() for p in model.parameters()]
     attached = compute_from(copy, model, CPU)
     assert all(map(torch.equal, outputs(model), expected))
@@ -44,7 +48,7 @@ def test_a_model_computes_the_same_bits_from_its_copy_and_is_as_before_afterward
 def test_another_mapping_of_the_file_sees_the_same_weights() -> None:
     model, there = made(), made()
     expected = outputs(model)
-    copy = HostCopy.of(model)
+    copy = HostCopy.of(model, shared=True)
     other = HostCopy(mapped(copy.descriptor, copy.bounds[-1][1]), copy.bounds)
     for own, weight in zip(model.parameters(), there.parameters(), strict=True):
         offset = copy.offset(own)
@@ -58,9 +62,10 @@ def test_another_mapping_of_the_file_sees_the_same_weights() -> None:
     assert torch.equal(there.blocks[0].base.weight, model.blocks[0].base.weight)
 
 
-def test_weights_added_later_stay_on_the_device_and_replaced_ones_are_seen() -> None:
+@either
+def test_weights_added_later_stay_on_the_device_and_replaced_ones_are_seen(shared: bool) -> None:
     model = made()
-    copy = HostCopy.of(model)
+    copy = HostCopy.of(model, shared=shared)
     model.blocks[0].register_parameter("added", nn.Parameter(torch.ones(2)))
     found = copy.layouts(model)
     assert found is not None
@@ -72,10 +77,11 @@ def test_weights_added_later_stay_on_the_device_and_replaced_ones_are_seen() -> 
         compute_from(copy, model, CPU)
 
 
-def test_weights_that_have_gone_leave_the_others() -> None:
+@either
+def test_weights_that_have_gone_leave_the_others(shared: bool) -> None:
     model = made()
     model.blocks[0].register_parameter("adapter", nn.Parameter(torch.ones(2)))
-    copy = HostCopy.of(model)
+    copy = HostCopy.of(model, shared=shared)
     del model.blocks[0].adapter
     expected = outputs(model)
     attached = compute_from(copy, model, CPU)
@@ -83,20 +89,52 @@ def test_weights_that_have_gone_leave_the_others() -> None:
     attached.remove()
 
 
-def test_a_file_of_one_weight_has_no_other(tmp_path: Path) -> None:
+@either
+def test_a_file_of_one_weight_has_no_other(shared: bool, tmp_path: Path) -> None:
     model = made()
-    HostCopy.of(model)
+    HostCopy.of(model, shared=shared)
     weight = model.blocks[0].base.weight
     torch.save(weight.detach(), tmp_path / "weight.pt")
     assert (tmp_path / "weight.pt").stat().st_size < weight.nbytes + 4096
 
 
-def test_a_host_without_room_is_said_and_the_model_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_process_has_no_memory_of_one_process() -> None:
+    """It would copy every page that is locked."""
+    model = made()
+    copy = HostCopy.of(model, shared=False)
+    address = copy.memory.data_ptr()
+
+    def lines() -> bool:
+        bounds = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+        return any(int(begin, 16) <= address < int(end, 16) for begin, end in bounds)
+
+    assert lines()
+    child = os.fork()
+    if not child:
+        os._exit(lines())
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert copy.descriptor == -1
+
+
+def test_a_copy_of_one_process_becomes_one_that_others_map() -> None:
+    model = made()
+    expected = outputs(model)
+    own = host_copy(model, shared=False)
+    assert host_copy(model, shared=False) is own
+    shared = host_copy(model, shared=True)
+    assert shared.descriptor >= 0
+    assert host_copy(model, shared=False) is shared
+    del own
+    assert all(map(torch.equal, outputs(model), expected))
+
+
+@either
+def test_a_host_without_room_is_said_and_the_model_stays(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = made()
     expected, places = outputs(model), [p.data_ptr() for p in model.parameters()]
     monkeypatch.setattr("wanshim.core.shared.host_memory.available_bytes", lambda: 1)
     with pytest.raises(HostMemoryInvalid, match="GiB of host memory"):
-        HostCopy.of(model)
+        HostCopy.of(model, shared=shared)
     assert [p.data_ptr() for p in model.parameters()] == places
     assert all(map(torch.equal, outputs(model), expected))
 

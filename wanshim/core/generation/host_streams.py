@@ -20,17 +20,20 @@ from .binding import Forward, PipelineBinding
 _COPIES: WeakKeyDictionary[nn.Module, HostCopy] = WeakKeyDictionary()
 
 
-def host_copy(model: nn.Module) -> HostCopy:
+def host_copy(model: nn.Module, *, shared: bool) -> HostCopy:
     """The copy of a model as its classes made it, without hooks.
+
+    Args:
+        shared: for other processes too.
 
     Raises:
         PlacementInvalid: no block has weights that can lie there.
         HostMemoryInvalid: the host has not that much memory.
     """
     known = _COPIES.get(model)
-    if known is None or known.layouts(model) is None:
+    if known is None or known.layouts(model) is None or (shared and known.descriptor < 0):
         _COPIES.pop(model, None)
-        known = _COPIES[model] = HostCopy.of(model)
+        known = _COPIES[model] = HostCopy.of(model, shared=shared)
     return known
 
 
@@ -40,6 +43,7 @@ class OwnStreams:
     Args:
         binding: of the call.
         device: on which they compute.
+        shared: other processes have copies of the models too.
         without_replacements: a context in which the script's objects have nothing of this call.
         placed: what is replaced, for that context: the last of each entry is what the script has there.
     """
@@ -48,10 +52,11 @@ class OwnStreams:
         self,
         binding: PipelineBinding,
         device: torch.device,
+        shared: bool,
         without_replacements: Callable[[], AbstractContextManager[object]],
         placed: list[tuple[Any, str, Any, dict[str, Any]]],
     ) -> None:
-        self._binding, self._device, self._placed = binding, device, placed
+        self._binding, self._device, self._shared, self._placed = binding, device, shared, placed
         self._without_replacements = without_replacements
         self._attached = Undo()
         self._models: list[nn.Module] = []
@@ -102,7 +107,7 @@ class OwnStreams:
                 if owner is module:  # until then, what the script has there are hooks, which are off
                     self._attached.add(partial(own.update, dict(own)))
                     own.clear()
-            copy = None if bytes_when_streamed(module) is None else host_copy(module)
+            copy = None if bytes_when_streamed(module) is None else host_copy(module, shared=self._shared)
             moved()
             streams = compute_from(copy, module, self._device)
             self._attached.add(streams.remove)

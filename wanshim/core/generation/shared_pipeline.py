@@ -242,7 +242,7 @@ class _Call:
         self._waiting: tuple[Forward, Any, list[RemoteCall], Any] | None = None
         self.is_busy = False  # a worker computes a forward whose result nobody has
         self._has_ended = False
-        self._streams = OwnStreams(binding, devices[0], self._without_replacements, self._placed)
+        self._streams = OwnStreams(binding, devices[0], len(devices) > 1, self._without_replacements, self._placed)
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
@@ -525,7 +525,7 @@ class _Call:
                         renew=True,
                         set_up=self._binding.set_up,
                         moved=self._binding.device is not None,
-                        host=host_copy(module) if self._plan.streamed else None,
+                        host=host_copy(module, shared=True) if self._plan.streamed else None,
                     )
                 self._held[id(module)] = count
 

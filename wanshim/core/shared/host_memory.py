@@ -121,19 +121,32 @@ def unnamed_file(num_bytes: int) -> int:
 
 
 def mapped(descriptor: int, num_bytes: int, *, private: bool = False) -> torch.Tensor:
-    """Memory of a file, or with descriptor -1 of this process's own: uint8, flat, beginning with a page.
+    """Memory of a file, or with descriptor -1 of this process and those forked from it: uint8, flat, beginning with a
+    page.
 
     Args:
         private: what is written here stays out of the file.
     """
     memory = mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_COPY if private else mmap.ACCESS_DEFAULT)
-    with suppress(OSError, AttributeError):  # where the system allows large pages: fewer to fetch and to lock
+    return _in_large_pages(memory)
+
+
+def of_this_process(num_bytes: int) -> torch.Tensor:
+    """As `mapped`, of memory that no other process has, a forked one neither. Linux gives large pages for it where it
+    gives none for shared memory, and so several times as many bytes a second."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_DONTFORK)  # a fork would copy all pages that are locked
+    return _in_large_pages(memory)
+
+
+def _in_large_pages(memory: mmap.mmap) -> torch.Tensor:
+    with suppress(OSError, AttributeError):  # where the system allows them: fewer to fetch and to lock
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def populate(memory: torch.Tensor) -> bool:
-    """Fetch all pages of `mapped` memory now, by several threads; False on a system that cannot.
+    """Fetch all pages of such memory now, by several threads; False on a system that cannot.
 
     Raises:
         OSError: there are not that many; to write to them later would end the process.

@@ -15,7 +15,15 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from wanshim.core.model_split.split import find_blocks
-from wanshim.core.shared.host_memory import is_dense, mapped, page_lock, populate, room_for, unnamed_file
+from wanshim.core.shared.host_memory import (
+    is_dense,
+    mapped,
+    of_this_process,
+    page_lock,
+    populate,
+    room_for,
+    unnamed_file,
+)
 from wanshim.core.shared.weight_bytes import num_bytes, stored_bytes, tensors
 from wanshim.core.streaming.block_weights import BlockWeights, Weight, bounds_of, owners, room, strides, used_once
 from wanshim.core.streaming.plan import SLOTS
@@ -47,8 +55,11 @@ class HostCopy:
             os.close(self.descriptor)
 
     @classmethod
-    def of(cls, model: nn.Module) -> HostCopy:
+    def of(cls, model: nn.Module, *, shared: bool) -> HostCopy:
         """Move the weights of the model's blocks there. Those on a device stay on it, and are written by `write`.
+
+        Args:
+            shared: other processes can map it, by its descriptor.
 
         Raises:
             PlacementInvalid: no block has weights that can lie there.
@@ -61,8 +72,8 @@ class HostCopy:
         size = bounds[-1][1]
         added = size if any(t.device.type != "cpu" for block in found for t in block) else max(e - b for b, e in bounds)
         with room_for(size, f"the weights of {type(model).__name__}", added=added):
-            descriptor = unnamed_file(size)
-            made = cls(mapped(descriptor, size), bounds, descriptor)
+            descriptor = unnamed_file(size) if shared else -1
+            made = cls(mapped(descriptor, size) if shared else of_this_process(size), bounds, descriptor)
             for block, (begin, end) in zip(found, bounds, strict=True):  # if one fails, those before it stay as good
                 populate(made.memory[begin:end])
                 made._put(block, begin)
