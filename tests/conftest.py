@@ -6,15 +6,17 @@ import gc
 import importlib.util
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import forking
+from tests.contract.about import proofs
 from tests.opens import count_opens  # noqa: F401, a fixture
 from tests.sources import read_once
+from wanshim.select.matrix import load
 
 # The command line's consoles would keep, from their import on, the width that pytest-xdist gives its workers.
 os.environ.pop("COLUMNS", None)
@@ -55,6 +57,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         marker = item.get_closest_marker("gpu")
         if marker is not None and _gpus() < marker.args[0]:
             item.add_marker(pytest.mark.skip(reason=f"needs {marker.args[0]} CUDA devices, {_gpus()} here"))
+    for item in _proofs(items):
+        item.add_marker(pytest.mark.proof)
+
+
+def _proofs(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
+    """Those without which a cell of the row that runs would have no proof."""
+    framework, _, version = os.environ.get("WANSHIM_TEST_ROW", "").partition(" ")
+    rows = load(Path(__file__).parent.parent / "compat_matrix.yaml").rows if version else ()
+    for row in rows:
+        if (row.framework, row.version) == (framework, version):
+            names = ((i.path.stem, getattr(i, "originalname", i.name)) for i in items)
+            slow = (i.get_closest_marker("slow") is not None for i in items)
+            yield from (items[at] for at in proofs(row.cells, list(zip(names, slow, strict=True))))
 
 
 def pytest_collection_finish() -> None:

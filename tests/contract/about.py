@@ -3,7 +3,7 @@ of what it says `behaviour` of, and the closing table of `make matrix` counts by
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from wanshim.select.matrix import Cell, Row
@@ -27,3 +27,18 @@ def is_run(file: str, cells: Mapping[str, Cell], rows: Iterable[Row]) -> bool:
 
 def _names(file: str, cells: Mapping[str, Cell]) -> bool:
     return any(fnmatchcase(file, name.partition("::")[0]) for cell in cells.values() for name in cell.tests)
+
+
+def proofs(cells: Mapping[str, Cell], tests: Sequence[tuple[tuple[str, str], bool]]) -> list[int]:
+    """Places of the tests that prove a cell which says `behaviour` though they are slow: of each name in it whose tests
+    are all slow, the first two.
+
+    Args:
+        tests: the module and name of each, and whether it is slow.
+    """
+    found = []
+    for name in {name: None for cell in cells.values() if cell.tested == "behaviour" for name in cell.tests}:
+        named = [(at, slow) for at, (test, slow) in enumerate(tests) if is_named(name, *test)]
+        if all(slow for _, slow in named):
+            found += [at for at, _ in named[:2]]
+    return found

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests import matrix as runner
-from tests.contract.about import is_named, is_run
+from tests.contract.about import is_named, is_run, proofs
 from tools.drift import table
 from wanshim.patching.verdict import Verdict
 from wanshim.select.matrix import Cell, Matrix, Row, load
@@ -209,6 +209,17 @@ def test_row_runs_the_files_that_its_own_cells_name_and_those_that_no_row_names(
     one = Row("f", "1", {"progress": cell("test_progress*")})
     other = Row("f", "2", {"split": cell("test_split*::test_exact")})
     assert is_run(file, one.cells, [one, other]) is runs
+
+
+def test_slow_tests_of_a_name_prove_a_cell_of_an_older_row_where_it_has_no_quick_one() -> None:
+    slow, mixed = ("test_slow", "test_one"), ("test_mixed", "test_two")
+    tests = [(slow, True), (slow, True), (mixed, True), (slow, True), (mixed, False)]
+
+    def of(tested: str) -> list[int]:
+        return proofs({"split": Cell(Verdict.PATCH, tested, "", {}, tests=("test_slow", "test_mixed*"))}, tests)
+
+    assert of("behaviour") == [0, 1]
+    assert of("probe") == []
 
 
 def test_environment_is_removed_with_its_packages_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
