@@ -81,10 +81,12 @@ class Latents(torch.nn.Module):
     decode_audio = decode_video
 
 
-def generating_pipe(**parts: Any) -> MiniMaxH3Pipeline:
+def generating_pipe(kind: type[MiniMaxH3DiT] = MiniMaxH3DiT, **parts: Any) -> MiniMaxH3Pipeline:
     """The pipeline as a script has it that generates latents."""
     torch.manual_seed(0)
-    dit = MiniMaxH3DiT(**TINY).requires_grad_(False).eval()
+    dit = kind(**TINY).requires_grad_(False).eval()
+    for buffer in dit.buffers():
+        torch.nn.init.normal_(buffer)
     pipe = pipe_of(dit, video_vae=Latents(), audio_vae=Latents(), **parts)
     pipe.vae_output_to_video = pipe.output_audio_format_check = lambda latents, **_: latents
     return pipe

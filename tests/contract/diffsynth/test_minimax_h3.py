@@ -30,6 +30,7 @@ pytest.importorskip("torchaudio", reason="DiffSynth's MiniMax-H3 imports it")
 pytest.importorskip("diffsynth.models.minimax_h3_dit", reason="this release has no MiniMax-H3")
 
 from diffsynth.models import model_loader
+from diffsynth.models.minimax_h3_dit import MiniMaxH3DiT
 from diffsynth.models.minimax_h3_dit_comfy import MiniMaxH3DiTComfy, MiniMaxH3DiTComfyPruned
 from diffsynth.pipelines import minimax_h3_audio_video
 
@@ -419,12 +420,21 @@ def test_generation_over_two_processes_is_that_of_one(
     assert all(map(torch.equal, expected, h3.generate(pipe, **changed)))  # nothing is left in the models
 
 
-@pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("gpus", "kind"),
+    [
+        (1, MiniMaxH3DiT),
+        (1, MiniMaxH3DiTComfyPruned),  # whose parts have functions that its class binds, or makes
+        pytest.param(2, MiniMaxH3DiT, marks=pytest.mark.slow),
+        pytest.param(2, MiniMaxH3DiTComfy, marks=SWEEPS),
+        pytest.param(2, MiniMaxH3DiTComfyPruned, marks=pytest.mark.slow),
+    ],
+)
 def test_generation_under_vram_management_is_streamed(
-    gpus: int, tmp_path: Path, request: pytest.FixtureRequest
+    gpus: int, kind: type[MiniMaxH3DiT], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    expected = h3.generate(h3.generating_pipe())
-    pipe = vram_management.manage(h3.generating_pipe(), "host", tmp_path)
+    expected = h3.generate(h3.generating_pipe(kind))
+    pipe = vram_management.manage(h3.generating_pipe(kind), "host", tmp_path)
     handle = wanshim.parallelize_pipeline(pipe, gpus=gpus)
     request.addfinalizer(handle.remove)
     for ours, theirs in zip(h3.generate(pipe), expected, strict=True):

@@ -129,7 +129,7 @@ OTHERS: dict[str, tuple[Callable[[Any, Patch], None], str]] = {
         patch_function("diffusers.models.embeddings", "get_timestep_embedding"),
         r"diffusers\.models\.embeddings\.get_timestep_embedding is .* here",
     ),
-    "forward of a block": (forward_of_a_block, r"transformer \(blocks\.0\) has a forward of its own"),
+    "forward of a block": (forward_of_a_block, r"transformer: blocks\.0\.forward is .*forward_of_a_block.* here"),
     "own processor": (own_processor, r"blocks\.0\.attn1: .*Counting is no class of an installed package"),
     "own layer": (own_layer, "proj_out: .*Doubled is no class of an installed package"),
     "backend": (attention_backend, "computes attention by _native_math, which is set in this process alone"),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
+from functools import partial
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 
 from tests.unit.generation import toy
 from wanshim.core.generation import GenerationPlan, NotShared, Request, SharedPipeline, shared_pipeline
-from wanshim.core.generation.devices import check_copied, choose_devices, device_of
+from wanshim.core.generation.devices import check_copied, check_plain, choose_devices, device_of
 from wanshim.core.generation.shared_workers import SharedWorkers
 from wanshim.core.workers import Workers
 from wanshim.core.workers.copies import Copies
@@ -67,9 +68,37 @@ def test_models_on_several_devices_are_not_shared() -> None:
 
 def test_model_that_cannot_be_copied_is_named() -> None:
     model = nn.Linear(2, 2)
-    model.hook = lambda: None
+    calls: list[int] = []
+    model.hook = lambda: calls.append(1)
     with pytest.raises(NotShared, match="transformer: Linear cannot be copied"):
         check_copied({"transformer": model}, CPU)
+
+
+def bind(part: nn.Module, function: Callable[..., Any]) -> None:
+    part.forward = MethodType(function, part)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda model: bind(model[0], nn.Linear.forward), ""),  # as a class may in its __init__
+        (lambda model: bind(model[0], lambda self, x: 2 * x), r"m: 0\.forward is .*<lambda> here"),
+        (lambda model: setattr(model[0], "forward", MethodType(nn.Linear.forward, model[1])), r"m \(0\) has a forward"),
+        (lambda model: setattr(model[0], "forward", partial(nn.Linear.forward, model[0])), r"m \(0\) has a forward"),
+        (lambda model: bind(model, nn.Sequential.forward), "m has a forward of its own"),  # a worker calls its class's
+    ],
+    ids=["installed", "the program's", "another's", "partial", "of the whole"],
+)
+def test_forward_of_a_part_is_carried_where_installed_code_has_bound_it(
+    change: Callable[[nn.Module], None], reason: str
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    change(model)
+    if not reason:
+        check_plain("m", model)
+        return
+    with pytest.raises(NotShared, match=reason):
+        check_plain("m", model)
 
 
 def hold(workers: Workers, model: nn.Module) -> int:

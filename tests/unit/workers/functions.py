@@ -34,6 +34,14 @@ class Scale(nn.Module):
         return then * y, y @ self.turned
 
 
+class Read(nn.Module):
+    """A part that reads its model by a function made in that model's `__init__`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.get = lambda name, *, default=0.0: getattr(model, name, default)
+
+
 class Cached(nn.Linear):
     """A VAE of the frameworks: its first call sets what the next one clears."""
 
@@ -130,6 +138,10 @@ def kind_of_weight(model: Scale) -> tuple[str, str, bool]:
 
 def described(module: nn.Module, name: str) -> str:
     return name
+
+
+def read(model: nn.Module, name: str) -> tuple[object, object]:
+    return model.part.get(name), model.part.get("missing", default=7.0)
 
 
 def strides(x: torch.Tensor) -> tuple[int, ...]:

@@ -397,6 +397,16 @@ def test_a_method_that_an_object_alone_has_is_copied_as_it_is(pool, model, monke
         pool.hold(model)
 
 
+def test_a_function_made_in_another_one_is_copied_with_the_module_that_it_reads(pool, model):
+    model.part = functions.Read(model)
+    pool.hold(model)
+    assert pool.hold(model) == 0
+    assert result(pool, functions.read, model, "factor") == (1.5, 7.0)
+    model.factor = 2.5
+    pool.hold(model)
+    assert result(pool, functions.read, model, "factor") == (2.5, 7.0)
+
+
 def test_what_no_other_process_can_import_is_refused_and_the_workers_stay(pool, model, monkeypatch):
     pool.hold(model)
     before = pool.pids
@@ -404,7 +414,7 @@ def test_what_no_other_process_can_import_is_refused_and_the_workers_stay(pool, 
     with pytest.raises(WorkersInvalid, match="OfTheProgram is defined in the program itself"):
         pool.hold(OfTheProgram())
     with pytest.raises(WorkersInvalid, match="cannot be copied"):
-        result(pool, model, lambda: None)
+        result(pool, model, lambda: before.append(0))  # whose list is this process's
     assert pool.pids == before
 
 

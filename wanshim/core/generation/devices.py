@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MethodType
 
 import torch
 from torch import nn
@@ -39,7 +40,13 @@ def check_plain(name: str, model: nn.Module, methods: Iterable[str] = ()) -> Non
     Args:
         methods: of `model`, that its copy stands in for, beside its forward: then torch.compile must not have it.
     """
-    if found := why_not_plain(model.modules(), may_be_compiled=not methods):
+
+    def carried(part: nn.Module) -> bool:
+        """As installed code binds a function to a part that it makes; `why_other_code` looks at whose it is."""
+        bound = vars(part)["forward"]
+        return part is not model and not methods and isinstance(bound, MethodType) and bound.__self__ is part
+
+    if found := why_not_plain(model.modules(), carried, may_be_compiled=not methods):
         module, reason = found
         path = next((path for path, each in model.named_modules() if each is module), "")
         where = f"{name} ({path}) " if path else f"{name} " if module is not None else ""

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import inspect
 import io
+import marshal
 import math
 import pickle
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from types import FunctionType, MethodType
+from importlib import import_module
+from types import CellType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
 # Pickled contexts of torch.compile: one that has compiled a graph has other bytes.
 _CONTEXTS: WeakKeyDictionary[Any, bytes] = WeakKeyDictionary()
+# Objects in which a copy of a function keeps nothing that the program would miss.
+_UNSHARED = (nn.Module, str, int, float, bool, type(None), torch.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +212,11 @@ class _Pickler(pickle.Pickler):
                 expected="a class or function of a module",
                 hint="Move it to a file of its own and import it",
             )
+        if type(value) is FunctionType and "<locals>" in value.__qualname__:
+            cells = tuple(cell.cell_contents for cell in value.__closure__ or ())
+            if all(isinstance(each, _UNSHARED) for each in cells):
+                code = marshal.dumps(value.__code__, 2)  # the same bytes each time, as later versions have not
+                return _local, (code, value.__module__, value.__name__, value.__defaults__, value.__kwdefaults__, cells)
         return NotImplemented
 
     def _check(self, tensor: torch.Tensor) -> None:
@@ -256,6 +265,14 @@ def _joined(
 
 def _bound(function: Any, owner: Any) -> MethodType:
     return MethodType(function, owner)
+
+
+def _local(code: bytes, module: str, name: str, defaults: Any, by_name: Any, cells: tuple[Any, ...]) -> FunctionType:
+    """A function that was made in another one, of a module that this process imports."""
+    names = vars(import_module(module))
+    made = FunctionType(marshal.loads(code), names, name, defaults, tuple(map(CellType, cells)))  # noqa: S302 - as below
+    made.__kwdefaults__ = by_name
+    return made
 
 
 def _context_of(context: Any) -> bytes:
