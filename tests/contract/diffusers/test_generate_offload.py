@@ -15,6 +15,7 @@ import wanshim
 from tests.contract import scripts
 from tests.contract.diffusers import offloading, wan_pipelines
 from wanshim.core.generation import shared_pipeline
+from wanshim.core.streaming import HostCopy
 from wanshim.errors import ModelInvalid
 from wanshim.pipelines import PipelineHandle
 
@@ -131,15 +132,15 @@ def without_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second block has none."""
-    answers = iter([True])
+    """One block has some."""
+    answers, put = iter([True]), HostCopy._put
 
-    def populate(memory: torch.Tensor) -> bool:
-        if next(answers, False):
-            return True
-        raise OSError("no pages")
+    def limited(copy: HostCopy, *args: Any) -> None:
+        if not next(answers, False):
+            raise OSError("no pages")
+        put(copy, *args)
 
-    monkeypatch.setattr("wanshim.core.streaming.host_copy.populate", populate)
+    monkeypatch.setattr(HostCopy, "_put", limited)
 
 
 def without_memory_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

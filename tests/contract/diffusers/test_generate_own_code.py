@@ -559,7 +559,8 @@ def test_a_decode_that_the_program_put_on_the_class_of_the_vae_is_called(
 
 
 def test_arguments_that_cannot_be_sent_run_on_one_gpu_and_the_plan_says_why(shared: SharedPipeline) -> None:
-    pipe, kept = wan_pipelines.wan(), {"attention_kwargs": {"note": lambda: None}}
+    calls: list[int] = []
+    pipe, kept = wan_pipelines.wan(), {"attention_kwargs": {"note": lambda: calls.append(1)}}
     expected = generate(pipe, "wan", **kept)
     assert torch.equal(expected, over_two(shared, pipe, **kept))
     assert shared.plan is not None

@@ -7,6 +7,7 @@ import itertools
 import os
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,7 @@ from wanshim.errors import PlacementInvalid
 from wanshim.undo import Undo
 
 _NUMBERS = itertools.count()
+MOVED_AT_ONCE = 2  # blocks: giving memory back takes as long as a copy
 _ELSEWHERE = 1 / 8  # of the copy's bytes: more than adapters of a high rank
 
 
@@ -70,13 +72,21 @@ class HostCopy:
             raise PlacementInvalid(f"{type(model).__name__} has weights that are not loaded")
         bounds = bounds_of(sum(map(room, block)) for block in found)
         size = bounds[-1][1]
-        added = size if any(t.device.type != "cpu" for block in found for t in block) else max(e - b for b, e in bounds)
+        twice = MOVED_AT_ONCE * max(end - begin for begin, end in bounds)
+        added = size if any(t.device.type != "cpu" for block in found for t in block) else min(size, twice)
         with room_for(size, f"the weights of {type(model).__name__}", added=added):
             descriptor = unnamed_file(size) if shared else -1
             made = cls(mapped(descriptor, size) if shared else of_this_process(size), bounds, descriptor)
-            for block, (begin, end) in zip(found, bounds, strict=True):  # if one fails, those before it stay as good
-                populate(made.memory[begin:end])
-                made._put(block, begin)
+            inference = torch.is_inference_mode_enabled()  # of this thread
+
+            def move(block: Sequence[torch.Tensor], begin: int, end: int) -> None:
+                if shared:  # to write to pages that there are not would end the process
+                    populate(made.memory[begin:end])
+                with torch.inference_mode(inference):
+                    made._put(block, begin)
+
+            with ThreadPoolExecutor(MOVED_AT_ONCE) as pool:  # if one fails, the others stay as good
+                list(pool.map(move, found, *zip(*bounds, strict=True)))
         return made
 
     def _put(self, block: Sequence[torch.Tensor], begin: int) -> None:
@@ -84,7 +94,7 @@ class HostCopy:
             if tensor.device.type == "cpu":
                 place = self.view(tensor, begin)
                 place.copy_(tensor.detach())
-                tensor.data = place  # what it had is free now: no more than one block lies here twice
+                tensor.data = place  # what it had is free now: few blocks lie here twice
             else:
                 self._elsewhere[tensor] = begin
             begin += room(tensor)
