@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from writers.measured import commit_of, result
 RECORDS = tuple(f"generate_{size}_{gpus}xH200" for gpus in (2, 4) for size in ("480p", "720p"))
 ON_TWO = RECORDS[:2]
 BLOCKS, SCRIPT, OFFLOAD = "strict_blocks_1xH200", "generate_script_2xH200", "generate_offload_2xH200"
+MINIMAX_H3 = "generate_script_minimax_h3_1xH200"
 WHOLE = tuple(f"generate_full_{gpus}xH200" for gpus in (1, 2, 4))
 TITLES = {
     "alone": "diffusers on one GPU",
@@ -123,18 +125,19 @@ def script_table() -> str:
     return table(heads, lines, _where((SCRIPT,), f" {found['steps']} steps, seconds with the decode."))
 
 
-def offload_table() -> str:
+def offload_table(name: str) -> str:
     """A user's script whose models do not fit, by its own offload and streamed by wanshim."""
-    found = result(OFFLOAD)
+    found = result(name)
+    third = "x".join(map(str, found["rows"][0]["calls"][2]["size"]))
     lines = []
     for row in found["rows"]:
         seconds = (f"{call['seconds']:.1f}" for call in row["calls"])
         peak = max(call["peak_GiB"] for call in row["calls"])
         predicted = f"{row['predicted_GiB']:.2f}" if "predicted_GiB" in row else ""
-        command = row["command"].replace("benchmarks/generate_script.py", "...")
+        command = re.sub(r"benchmarks/\w+\.py", "...", row["command"])
         lines.append((f"`{command}`", *seconds, f"{peak:.2f}", predicted, _frames(row, found["rows"][0])))
-    heads = "command | first call | second call | third call, 272x480x33 | peak GiB | predicted | frames"
-    return table(heads, lines, _where((OFFLOAD,), f" {found['steps']} steps, seconds with the decode."))
+    heads = f"command | first call | second call | third call, {third} | peak GiB | predicted | frames"
+    return table(heads, lines, _where((name,), f" {found['steps']} steps, seconds with the decode."))
 
 
 def _frames(row: dict[str, Any], alone: dict[str, Any]) -> str:
@@ -181,4 +184,5 @@ def _where(
     found: list[dict[str, Any]] = [result(name) for name in names]
     commits = " and ".join(dict.fromkeys(commit_of(each) for each in found))
     first = found[0]
-    return f"{first['gpu']}, torch {first['torch']}, diffusers {first['diffusers']}, commit {commits}.{computed}"
+    framework = f"diffusers {first['diffusers']}" if "diffusers" in first else f"diffsynth {first['diffsynth']}"
+    return f"{first['gpu']}, torch {first['torch']}, {framework}, commit {commits}.{computed}"

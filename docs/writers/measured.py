@@ -186,7 +186,11 @@ def loop_table(names: Iterable[str]) -> str:
     return table("video | GPUs | seconds a step | against one GPU | peak GiB a GPU | predicted | commit", rows)
 
 
-MINIMAX_H3 = ("minimax_h3_training_1xH200", "minimax_h3_training_24GiB_gpus1_1xH200")
+MINIMAX_H3 = (
+    "minimax_h3_training_1xH200",
+    "minimax_h3_training_24GiB_gpus1_1xH200",
+    "minimax_h3_training_gpus2_2xH200",
+)
 
 
 def end_to_end_table() -> str:
