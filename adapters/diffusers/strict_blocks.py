@@ -129,7 +129,7 @@ def _turned(operators: StrictOperators, x: torch.Tensor, heads: int, rotary: tup
     fits = all(each.shape == angles and each.is_contiguous() and each.dtype == torch.float32 for each in rotary)
     if not (fits and x.is_contiguous()):
         return steps()
-    return operators.rotated(x, cosine, sine, whole.shape[-1], steps).view(whole.shape)
+    return operators.rotated(x, rotary, whole.shape[-1], steps).view(whole.shape)
 
 
 def _seam(target: str, method: Any, tokens: int) -> Seam:
