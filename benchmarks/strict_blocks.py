@@ -1,6 +1,7 @@
-"""One forward of a Wan transformer with `strict_blocks`, beside the framework alone in the same process.
+"""One forward of a Wan or Qwen-Image transformer with `strict_blocks`, beside the framework alone in the same process.
 
     python benchmarks/strict_blocks.py --json benchmarks/results/strict_blocks_1xH200.json
+    python benchmarks/strict_blocks.py --frameworks qwen_image --model 20B --json ...
 
 Weights are random. Seconds are the least of several calls; `first_s` is the first call with wanshim, which compiles
 kernels and compares. A call computes both ways where it is due to compare, so `calls` has more than the least.
@@ -26,7 +27,9 @@ SIZES = {
     "272x368x9, batch 2": (2, 3, 34, 46),
     "256x256x17, a time for each token": (1, 5, 32, 32),
 }  # batch, and frames, height and width of latents
+PICTURES = {"1024x1024": (1, 64, 64), "1664x928": (1, 58, 104)}  # batch, and rows and columns of tokens
 MODELS = {
+    "20B": (3072, 24, 60, 12288),  # Qwen-Image
     "14B": (5120, 40, 40, 13824),
     "1.3B": (1536, 12, 30, 8960),
     "small": (1536, 12, 2, 4096),
@@ -70,7 +73,34 @@ def diffsynth_model(model: str, dtype: torch.dtype, device: torch.device) -> Cal
     return forward
 
 
-FRAMEWORKS = {"diffusers": diffusers_model, "diffsynth": diffsynth_model}
+def qwen_model(model: str, dtype: torch.dtype, device: torch.device) -> Callable[[tuple[int, ...], bool], Forward]:
+    from diffusers import QwenImageTransformer2DModel
+
+    dim, heads, blocks, _ = MODELS[model]
+    head = dim // heads
+    side = head * 7 // 32 * 2  # channels that a row turns, and a column
+    config = {"num_attention_heads": heads, "attention_head_dim": head, "num_layers": blocks}
+    config["axes_dims_rope"] = (head - 2 * side, side, side)
+    made = _made(lambda: QwenImageTransformer2DModel(**config), dtype, device)
+
+    def forward(size: tuple[int, ...], _: bool) -> Forward:
+        batch, *sizes = size
+        given = {
+            "hidden_states": torch.randn(batch, sizes[0] * sizes[1], 64, generator=_seed()).to(device, dtype),
+            "encoder_hidden_states": torch.randn(batch, 512, 3584, generator=_seed()).to(device, dtype),
+            "timestep": torch.full((batch,), 0.5, device=device),
+            "img_shapes": [[(1, *sizes)]] * batch,
+        }
+        return lambda: made(**given, return_dict=False)[0]
+
+    return forward
+
+
+FRAMEWORKS = {"diffusers": diffusers_model, "diffsynth": diffsynth_model, "qwen_image": qwen_model}
+
+
+def feature_of(framework: str) -> str:
+    return "diffsynth.strict_blocks" if framework == "diffsynth" else "diffusers.strict_blocks"
 
 
 def _made(make: Callable[[], Any], dtype: torch.dtype, device: torch.device) -> Any:
@@ -117,7 +147,7 @@ def _wait() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--frameworks", default=",".join(FRAMEWORKS))
+    parser.add_argument("--frameworks", default="diffusers,diffsynth", help=f"of {', '.join(FRAMEWORKS)}")
     parser.add_argument("--model", choices=MODELS, default="14B")
     parser.add_argument("--sizes", type=int, nargs="*", help="numbers of the sizes; default: all")
     parser.add_argument("--repeats", type=int, default=4)
@@ -129,13 +159,13 @@ def main() -> None:
     device, rows = torch.device("cuda" if gpu != "CPU" else "cpu"), []
     for framework in args.frameworks.split(","):
         forward = FRAMEWORKS[framework](args.model, getattr(torch, args.dtype), device)
-        for number, (name, size) in enumerate(SIZES.items()):
+        for number, (name, size) in enumerate((PICTURES if framework == "qwen_image" else SIZES).items()):
             per_token = "each token" in name
             if (args.sizes and number not in args.sizes) or (per_token and framework == "diffsynth"):
                 continue
             call, repeats = forward(size, per_token), REPEATS.get(name, args.repeats)
             alone, expected, own_peak = timed(call, min(repeats, 3))
-            wanshim.activate(f"{framework}.strict_blocks")
+            wanshim.activate(feature_of(framework))
             ours, found, peak = timed(call, repeats)
             notes = [note for row in wanshim.report().rows for note in row.notes if row.calls]
             wanshim.deactivate()

@@ -61,8 +61,7 @@ def rotary(operators: StrictOperators, original: Any) -> Any:
         known = freqs.shape == (x.shape[1], 1, head // 2) and freqs.dtype == torch.complex128
         if not (known and freqs.is_contiguous() and x.is_contiguous() and freqs.device == x.device):
             return original(x, freqs, num_heads)
-        angles = torch.view_as_real(freqs)
-        return operators.rotated(x, angles, angles, head, partial(original, x, freqs, num_heads))
+        return operators.rotated(x, freqs, head, partial(original, x, freqs, num_heads))
 
     return rope_apply
 

@@ -1,4 +1,4 @@
-"""`diffusers.strict_blocks`: the blocks of a Wan transformer with fewer kernels, and the same bits.
+"""`diffusers.strict_blocks`: the blocks of a Wan or Qwen-Image transformer with fewer kernels, and the same bits.
 
 Between its matrix products and attentions a block normalizes, modulates, gates and turns queries and keys, each of
 which takes several kernels over all tokens. Here each is one kernel that rounds where diffusers rounds. It is compared
@@ -8,6 +8,7 @@ gradients, on a GPU, in bf16 or fp16, outside of torch.compile.
 
 from __future__ import annotations
 
+import copy
 import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -89,6 +90,45 @@ def attention(operators: StrictOperators, original: Any) -> Any:
     return call
 
 
+def qwen_block(operators: StrictOperators, original: Any) -> Any:
+    """`QwenImageTransformerBlock.forward`."""
+
+    def forward(
+        self: Any,
+        hidden_states: Any,
+        encoder_hidden_states: Any,
+        encoder_hidden_states_mask: Any,
+        temb: Any,
+        image_rotary_emb: Any = None,
+        joint_attention_kwargs: Any = None,
+        modulate_index: Any = None,
+    ) -> Any:
+        streams = hidden_states, encoder_hidden_states
+        given = (self, *streams, encoder_hidden_states_mask, temb, image_rotary_emb, joint_attention_kwargs)
+        given += () if modulate_index is None else (modulate_index,)  # an argument of 0.37 and later
+        ours, theirs = partial(_qwen, operators, *given), partial(original, *given)
+        return operators.whole(self, ours, theirs, *streams, encoder_hidden_states_mask, temb, modulate_index)
+
+    return forward
+
+
+def qwen_attention(operators: StrictOperators, original: Any) -> Any:
+    """`QwenDoubleStreamAttnProcessor2_0.__call__`. Its norms of queries and keys turn these, too, and it is given no
+    angles: so the joint attention of every release, with its masks, stays diffusers' own."""
+    module = sys.modules[original.__module__]
+
+    def call(self: Any, attn: Any, hidden_states: Any, *args: Any, image_rotary_emb: Any = None, **kwargs: Any) -> Any:
+        if image_rotary_emb is None:
+            return original(self, attn, hidden_states, *args, **kwargs)
+        changed = copy.copy(attn)
+        for angles, names in zip(image_rotary_emb, (("norm_q", "norm_k"), ("norm_added_q", "norm_added_k"))):
+            for name in names:  # an attribute comes before the submodule of that name, which both share
+                changed.__dict__[name] = partial(_normed_and_turned, operators, module, getattr(attn, name), angles)
+        return original(self, changed, hidden_states, *args, **kwargs)
+
+    return call
+
+
 def _has_known_norms(block: Any) -> bool:
     from diffusers.models.normalization import FP32LayerNorm
 
@@ -129,7 +169,69 @@ def _turned(operators: StrictOperators, x: torch.Tensor, heads: int, rotary: tup
     fits = all(each.shape == angles and each.is_contiguous() and each.dtype == torch.float32 for each in rotary)
     if not (fits and x.is_contiguous()):
         return steps()
-    return operators.rotated(x, cosine, sine, whole.shape[-1], steps).view(whole.shape)
+    return operators.rotated(x, rotary, whole.shape[-1], steps).view(whole.shape)
+
+
+def _qwen(
+    operators: StrictOperators,
+    block: Any,
+    x: Any,
+    text: Any,
+    mask: Any,
+    temb: Any,
+    rotary: Any,
+    options: Any,
+    index: Any = None,
+) -> tuple[Any, Any]:
+    """The result of `QwenImageTransformerBlock.forward`."""
+    import torch
+
+    x, text = x.contiguous(), text.contiguous()
+    first, last = block.img_mod(temb).chunk(2, -1)
+    if getattr(block, "zero_cond_t", False):  # its second half is for tokens of a picture that is edited
+        temb = temb.chunk(2)[0]
+    text_first, text_last = block.txt_mod(temb).chunk(2, -1)
+    normed, gate = _modulated(operators, block.img_norm1(x), first, index)
+    text_normed, text_gate = _modulated(operators, block.txt_norm1(text), text_first)
+    given = {"encoder_hidden_states": text_normed, "encoder_hidden_states_mask": mask, "image_rotary_emb": rotary}
+    out, text_out = block.attn(hidden_states=normed, **given, **(options or {}))
+    x, text = operators.gated(x, gate, out), operators.gated(text, text_gate, text_out)
+    normed, gate = _modulated(operators, block.img_norm2(x), last, index)
+    x = operators.gated(x, gate, block.img_mlp(normed))
+    normed, gate = _modulated(operators, block.txt_norm2(text), text_last)
+    text = operators.gated(text, gate, block.txt_mlp(normed))
+    limit = torch.finfo(torch.float16).max
+    text, x = (each.clip(-limit, limit) if each.dtype == torch.float16 else each for each in (text, x))
+    return text, x
+
+
+def _modulated(operators: StrictOperators, x: Any, parameters: Any, index: Any = None) -> tuple[Any, Any]:
+    """The result of `QwenImageTransformerBlock._modulate`."""
+    import torch
+
+    parts = parameters.unsqueeze(1).chunk(3, -1)
+    if index is not None:  # which of two each token takes
+        parts = [torch.where(index.unsqueeze(-1) == 0, *part.chunk(2)) for part in parts]
+    shift, scale, gate = parts
+    return operators.modulated(x, scale, shift), gate
+
+
+def _normed_and_turned(operators: StrictOperators, module: Any, norm: Any, angles: Any, x: torch.Tensor) -> Any:
+    """(batch, tokens, heads, channels of a head), by the norm and then by `apply_rotary_emb_qwen`."""
+    import torch
+
+    from wanshim.core.shared.plain import why_not_plain
+
+    is_known = type(norm) is module.RMSNorm and not why_not_plain((norm,)) and x.is_contiguous()
+    if is_known and norm.bias is None and norm.weight is not None and norm.weight.dtype == x.dtype:
+        x = operators.rms(x.flatten(2), norm.weight, norm.eps, partial(norm, x)).view(x.shape)
+    elif norm is not None:
+        x = norm(x)
+    steps = partial(module.apply_rotary_emb_qwen, x, angles, use_real=False)
+    fits = angles.shape == (x.shape[1], x.shape[-1] // 2) and angles.dtype == torch.complex64
+    if not (fits and angles.is_contiguous() and x.is_contiguous()):
+        return steps()
+    return operators.rotated(x.flatten(2), angles, x.shape[-1], steps).view(x.shape)
 
 
 def _seam(target: str, method: Any, tokens: int) -> Seam:
@@ -146,10 +248,12 @@ def _seam(target: str, method: Any, tokens: int) -> Seam:
 
 FEATURE = Feature(
     name="diffusers.strict_blocks",
-    summary="a Wan transformer's blocks with fewer kernels, the same bits",
+    summary="a Wan or Qwen-Image transformer's blocks with fewer kernels, the same bits",
     switched_on_by="generate",
+    families={"Wan": ("transformer_wan",), "Qwen-Image": ("transformer_qwenimage",)},
     relies_on=(
         f"{MODELS}.transformer_wan:_get_qkv_projections",
+        f"{MODELS}.transformer_qwenimage:QwenImageTransformerBlock._modulate",
         "diffusers.models.normalization:FP32LayerNorm.forward",
     ),
     seams=(
@@ -158,5 +262,7 @@ FEATURE = Feature(
         _seam("transformer_wan_vace:WanVACETransformerBlock.forward", vace_block, 1),
         _seam("transformer_wan_animate:WanTransformerBlock.forward", wan_block, 1),  # 0.36 and later
         _seam("transformer_wan_animate:WanAttnProcessor.__call__", attention, 2),
+        _seam("transformer_qwenimage:QwenImageTransformerBlock.forward", qwen_block, 1),
+        _seam("transformer_qwenimage:QwenDoubleStreamAttnProcessor2_0.__call__", qwen_attention, 2),
     ),
 )

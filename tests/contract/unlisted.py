@@ -34,7 +34,7 @@ REFUSED_WITHOUT_ITS_ROW: dict[str, tuple[str, ...]] = {
     "diffusers.generate": ("0.34.0", "0.36.0"),
     "diffsynth.resume": ("2.0.12", "2.0.16"),
     "diffsynth.strict_blocks": ("2.0.5",),
-    "diffusers.strict_blocks": ("0.35.2", "0.36.0"),
+    "diffusers.strict_blocks": ("0.36.0",),
     "diffusers.vae_decode": ("0.34.0", "0.36.0"),
     "diffusers.vae_encode": ("0.34.0", "0.36.0"),
     "fastvideo.progress": ("0.1.4", "0.1.7", "0.1.7+bc27a032c", "0.2.0", "0.2.1"),
@@ -58,6 +58,7 @@ LEFT_OUT_WITHOUT_ITS_ROW: dict[str, dict[str, tuple[str, ...]]] = {
         **dict.fromkeys(("0.35.0", "0.38.0"), ("Qwen-Image",)),
         **dict.fromkeys(("0.35.2", "0.40.0"), ("Wan",)),
     },
+    "diffusers.strict_blocks": {"0.35.2": ("Wan",), "0.39.0": ("Qwen-Image",)},
 }
 # Code that stands in no other row, and whose verdict the feature's judge finds from its structure.
 LEFT_TO_THE_JUDGE: dict[str, tuple[str, ...]] = {

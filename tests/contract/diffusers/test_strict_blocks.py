@@ -18,6 +18,8 @@ import wanshim
 from wanshim.core.strict_blocks import kernels
 
 kernels.available = lambda x: x.dtype == torch.float16  # the interpreter computes on the CPU
+turned, rotated = [], kernels.rotated
+kernels.rotated = lambda *given: (turned.append(1), rotated(*given))[1]
 import diffusers
 
 CONFIG = {"num_attention_heads": 3, "attention_head_dim": 16, "num_layers": 3, "ffn_dim": 64, "text_dim": 32}
@@ -45,6 +47,8 @@ found = {}
 for name, (config, given) in calls.items():
     cls = diffusers.WanVACETransformer3DModel if name == "vace" else diffusers.WanTransformer3DModel
     model = cls(**CONFIG, **config).half().eval()
+    model.rope.float()  # as models are loaded
+    turned.clear()
     with torch.no_grad():
         expected = model(**given, return_dict=False)[0]
         wanshim.activate("diffusers.strict_blocks")
@@ -54,7 +58,7 @@ for name, (config, given) in calls.items():
             trained.float().sum().backward()
         row = wanshim.report().row("diffusers.strict_blocks")
         found[name] = {"equal": equal, "trained": torch.equal(trained, expected), "calls": row.calls,
-                       "fallbacks": row.fallbacks, "notes": row.notes, "state": row.state}
+                       "fallbacks": row.fallbacks, "turned": len(turned), "notes": row.notes, "state": row.state}
         wanshim.deactivate()
 print(json.dumps(found))
 """
@@ -72,4 +76,5 @@ def test_blocks_have_the_bits_of_diffusers() -> None:
         blocks = 3 + 2 * (name == "vace")
         # Each block, and its self- and cross-attention; once more in the call that compares whole blocks.
         assert row["calls"] >= 3 * 3 * blocks, (name, row)
+        assert row["turned"] >= 2 * 3 * blocks, (name, row)  # queries and keys of each self-attention
         assert all(note.startswith("norm with") for note in row["notes"]), row["notes"]

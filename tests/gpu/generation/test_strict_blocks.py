@@ -1,4 +1,4 @@
-"""Blocks of Wan transformers by kernels on a GPU: the framework's bits, and no kernel is found to differ."""
+"""Blocks of Wan and Qwen-Image transformers by kernels on a GPU: the framework's bits, no kernel is found to differ."""
 
 from __future__ import annotations
 
@@ -13,35 +13,37 @@ import wanshim
 
 pytestmark = pytest.mark.gpu(1)
 SIZES = {"one": (1, 3, 34, 46), "two": (2, 2, 20, 28), "a time for each token": (1, 2, 16, 24)}
+PICTURES = {"a picture": (1, 34, 46), "two pictures": (2, 20, 28)}
 
 
 @pytest.fixture(scope="module")
-def frameworks() -> Iterator[dict[str, Any]]:
-    """Of the benchmark, how each framework's model is made and called."""
+def benchmark() -> Iterator[Any]:
+    """It has how each framework's model is made and called."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
         import strict_blocks
 
-        yield strict_blocks.FRAMEWORKS
+        yield strict_blocks
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("framework", "size"),
-    [("diffusers", size) for size in SIZES] + [("diffsynth", "one"), ("diffsynth", "two")],  # has one time for all
+    [("diffusers", size) for size in SIZES]
+    + [("diffsynth", "one"), ("diffsynth", "two")]  # has one time for all
+    + [("qwen_image", size) for size in PICTURES],
 )
-def test_forward_has_the_framework_s_bits(
-    framework: str, dtype: torch.dtype, size: str, frameworks: dict[str, Any]
-) -> None:
-    pytest.importorskip(framework)
-    make = frameworks[framework]("small", dtype, torch.device("cuda"))
-    forward = make(SIZES[size], "each token" in size)
+def test_forward_has_the_framework_s_bits(framework: str, dtype: torch.dtype, size: str, benchmark: Any) -> None:
+    feature = benchmark.feature_of(framework)
+    pytest.importorskip(feature.split(".")[0])
+    make = benchmark.FRAMEWORKS[framework]("small", dtype, torch.device("cuda"))
+    forward = make((SIZES | PICTURES)[size], "each token" in size)
     with torch.no_grad():
         expected = forward()
-        wanshim.activate(f"{framework}.strict_blocks")
+        wanshim.activate(feature)
         try:
             assert all(torch.equal(forward(), expected) for _ in range(5))
-            row = wanshim.report().row(f"{framework}.strict_blocks")
+            row = wanshim.report().row(feature)
         finally:
             wanshim.deactivate()
     assert (row.state, row.fallbacks, row.notes) == ("exercised", {}, ())

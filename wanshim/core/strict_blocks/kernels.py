@@ -63,20 +63,23 @@ def gated(x: torch.Tensor, gate: torch.Tensor, update: torch.Tensor, *, wide: bo
     return out
 
 
-def rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, head: int) -> torch.Tensor:
+def rotated(x: torch.Tensor, angles: torch.Tensor | tuple[torch.Tensor, torch.Tensor], head: int) -> torch.Tensor:
     """Neighbouring channels of a head turned as pairs, in the dtype of the angles, rounded to that of `x`.
 
     Method: RoFormer (Su et al. 2021, arXiv:2104.09864).
 
     Args:
         x: (batch, tokens, heads * head), contiguous.
-        cosine: contiguous, `head` values for each token, of which those of even places are read.
-        sine: likewise, of odd places.
+        angles: cosine and sine, contiguous, each with `head` values for each token, of which those of even places are
+            read of the cosine, those of odd places of the sine; or a complex tensor, contiguous, with `head // 2`
+            values for each token, by which the pairs are multiplied as torch multiplies complex numbers on CUDA.
         head: channels of a head.
     """
     out = torch.empty_like(x)
     tokens, channels = x.shape[1:]
-    _rotate[_grid(x)](x, cosine, sine, out, tokens, channels, HEAD=head, **_EXACT)
+    is_complex = isinstance(angles, torch.Tensor)
+    cosine, sine = [torch.view_as_real(angles)] * 2 if is_complex else angles
+    _rotate[_grid(x)](x, cosine, sine, out, tokens, channels, FUSED=is_complex, HEAD=head, **_EXACT)
     return out
 
 
@@ -91,11 +94,12 @@ def scaled(x: torch.Tensor, factor: torch.Tensor, weight: torch.Tensor) -> torch
     """x * factor in fp32, rounded to the dtype of `x`, then * weight, rounded to it.
 
     Args:
-        factor: fp32, one for each token.
-        weight: (channels,), of the dtype of `x`.
+        x: (batch, tokens, heads * head).
+        factor: fp32, one for each head of each token.
+        weight: (head,), of the dtype of `x`.
     """
     out = torch.empty_like(x)
-    _scale[_grid(x)](x, factor, weight, out, x.shape[-1], **_EXACT)
+    _scale[_grid(x)](x, factor, weight, out, x.shape[-1], HEAD=weight.numel(), **_EXACT)
     return out
 
 
@@ -165,7 +169,7 @@ elif triton is not None:
         tl.store(OUT + start + at, value.to(dtype), mask=mask)
 
     @triton.jit(do_not_specialize=["S"])
-    def _rotate(X, COSINE, SINE, OUT, S, N, HEAD: tl.constexpr, BLOCK: tl.constexpr):
+    def _rotate(X, COSINE, SINE, OUT, S, N, FUSED: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr):
         at, mask, start = _channels(N, BLOCK)
         pair = tl.program_id(1) * BLOCK + 2 * tl.arange(0, BLOCK // 2)
         angle = tl.program_id(0).to(tl.int64) % S * HEAD + pair % HEAD
@@ -173,8 +177,12 @@ elif triton is not None:
         sine = tl.load(SINE + angle + 1, mask=pair < N, other=0.0)
         value = tl.load(X + start + at, mask=mask, other=0.0).to(COSINE.dtype.element_ty)
         even, odd = tl.split(tl.reshape(value, (BLOCK // 2, 2)))
-        turned = tl.join(even * cosine - odd * sine, even * sine + odd * cosine).to(tl.float32)
-        tl.store(OUT + start + at, tl.reshape(turned, (BLOCK,)).to(OUT.dtype.element_ty), mask=mask)
+        if FUSED:  # as nvcc compiles torch's product of complex numbers
+            even, odd = tl.fma(even, cosine, -(odd * sine)), tl.fma(even, sine, odd * cosine)
+        else:
+            even, odd = even * cosine - odd * sine, even * sine + odd * cosine
+        turned = tl.reshape(tl.join(even, odd).to(tl.float32), (BLOCK,))
+        tl.store(OUT + start + at, turned.to(OUT.dtype.element_ty), mask=mask)
 
     @triton.jit
     def _square(X, OUT, N, BLOCK: tl.constexpr):
@@ -183,9 +191,10 @@ elif triton is not None:
         tl.store(OUT + start + at, value * value, mask=mask)
 
     @triton.jit
-    def _scale(X, FACTOR, WEIGHT, OUT, N, BLOCK: tl.constexpr):
+    def _scale(X, FACTOR, WEIGHT, OUT, N, HEAD: tl.constexpr, BLOCK: tl.constexpr):
         at, mask, start = _channels(N, BLOCK)
         dtype = X.dtype.element_ty
-        value = tl.load(X + start + at, mask=mask, other=0.0).to(tl.float32) * tl.load(FACTOR + tl.program_id(0))
-        weight = tl.load(WEIGHT + at, mask=mask, other=0.0).to(tl.float32)
+        value = tl.load(X + start + at, mask=mask, other=0.0).to(tl.float32)
+        value *= tl.load(FACTOR + start // HEAD + at // HEAD, mask=mask, other=0.0)
+        weight = tl.load(WEIGHT + at % HEAD, mask=mask, other=0.0).to(tl.float32)
         tl.store(OUT + start + at, (value.to(dtype).to(tl.float32) * weight).to(dtype), mask=mask)

@@ -121,19 +121,19 @@ class StrictOperators:
         )  # fmt: skip
 
     def rotated(
-        self, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, head: int, steps: Result
+        self, x: torch.Tensor, angles: torch.Tensor | tuple[torch.Tensor, torch.Tensor], head: int, steps: Result
     ) -> torch.Tensor:
         """The rotary embedding of `x`.
 
         Args:
             x: (batch, tokens, heads * head).
-            cosine: for each token `head` values in fp32 or fp64, of which those of even places count.
-            sine: likewise, of odd places.
+            angles: cosine and sine, each with `head` values for each token in fp32 or fp64, of which those of even
+                places count in the cosine, those of odd places in the sine; or `head // 2` complex numbers each.
             head: channels of a head.
             steps: the framework's own computation, whose result may have any shape.
         """
         return self._either(
-            "rotary embedding", lambda: kernels.rotated(x, cosine, sine, head), steps, x, cosine, sine, head
+            "rotary embedding", lambda: kernels.rotated(x, angles, head), steps, x, *tree_leaves(angles), head
         )
 
     def rms(self, x: torch.Tensor, weight: torch.Tensor, eps: float, steps: Result) -> torch.Tensor:
@@ -141,13 +141,13 @@ class StrictOperators:
 
         Args:
             x: (batch, tokens, channels).
-            weight: (channels,), of the dtype of `x`.
-            steps: the framework's own computation.
+            weight: (channels,), of the dtype of `x`; or of a part of them, and each such part is normalized by itself.
+            steps: the framework's own computation, whose result may have any shape.
         """
 
         def kernel() -> torch.Tensor:
-            factor = torch.rsqrt(kernels.squared(x).mean(dim=-1, keepdim=True) + eps)
-            return kernels.scaled(x, factor, weight)
+            mean = kernels.squared(x).unflatten(-1, (-1, weight.numel())).mean(dim=-1)
+            return kernels.scaled(x, torch.rsqrt(mean + eps), weight)
 
         return self._either("RMS norm", kernel, steps, x, weight, eps)
 
