@@ -361,9 +361,10 @@ def _few(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any
 
 def set_up_copy(model: Any) -> None:
     """Set up what diffusers keeps beside a model: in this process, and in hooks that a copy has not."""
-    from wanshim.adapters.diffusers import step_cache
+    from wanshim.adapters.diffusers import offload, step_cache
 
     set_up_attention(model)
+    offload.set_up(model)
     if step_cache.is_cached(model):
         step_cache.set_up(model)
 

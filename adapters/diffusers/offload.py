@@ -1,9 +1,11 @@
 """A script's offload of a model, by diffusers or accelerate: whether it can be carried to other GPUs, and the model
-without it. The hooks stay in the script's process; a copy elsewhere has the weights alone."""
+without it. The hooks of an offload stay in the script's process. A hook that keeps nothing, as of layerwise casting, a
+copy has anew."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from wanshim.core.generation import Offload
 
 GROUPS = frozenset({"group_offloading", "lazy_prefetch_group_offloading", "layer_execution_tracker"})
+_CARRIED = "_wanshim_hooks"  # of a module without hooks: those that its copy has
 _OF_HOOKS = ("_hf_hook", "_old_forward", "_diffusers_hook", "forward")  # what hooks put on a module
 
 
@@ -38,14 +41,14 @@ def is_offloaded(model: Any) -> bool:
 
 
 def replaceable(pipe: Any, models: dict[str, Any]) -> Offload | None:
-    """A pipeline's offload, in place of which this process can stream its models; None: it must stay. A step cache is
-    in the same registry of hooks, and a compiled model has hooks in its graphs."""
+    """A pipeline's offload, in place of which this process can stream its models; None: it must stay. Other hooks are
+    in the same registry, and a compiled model has hooks in its graphs."""
     from wanshim.core.generation import Offload
     from wanshim.core.shared.plain import is_compiled
 
     if not all(is_offloaded(model) for model in models.values()):
         return None
-    if any(step_cache.is_cached(model) or is_compiled(model) for model in models.values()):
+    if any(is_compiled(model) or any(map(_others, model.modules())) for model in models.values()):
         return None
     owners = (pipe, "maybe_free_model_hooks"), (getattr(pipe, "vae", None), "decode")
     return Offload(before=_before, ends=tuple((owner, name) for owner, name in owners if hasattr(owner, name)))
@@ -92,11 +95,11 @@ def why_not_carried(model: Any) -> str:
             kind = type(hook).__name__
             if kind != "CpuOffload" and not _is_of_weights(hook):
                 return f"{where}is moved by accelerate ({kind}, as of device_map)"
-        hooks = _of_diffusers(module)
-        others = [n for n, each in hooks.items() if n not in GROUPS and not step_cache.is_of_cache(model, each)]
-        if others:
-            return f"{where}has hooks of diffusers: {', '.join(others)}"
-        group = getattr(hooks.get("group_offloading"), "group", None)
+        others = _others(module).items()
+        unknown = [n for n, each in others if not (_keeps_nothing(each) or step_cache.is_of_cache(model, each))]
+        if unknown:
+            return f"{where}has hooks of diffusers: {', '.join(unknown)}"
+        group = getattr(_of_diffusers(module).get("group_offloading"), "group", None)
         if getattr(group, "offload_to_disk_path", None):
             return f"{where}is offloaded to disk"
     with without_hooks(model):
@@ -113,6 +116,9 @@ def without_hooks(model: Any) -> Iterator[None]:
             if GROUPS.intersection(_of_diffusers(module)):
                 _wait(module)
             hooks = _of_accelerate(module)
+            if kept := [(name, _bare(hook)) for name, hook in _others(module).items() if _keeps_nothing(hook)]:
+                vars(module)[_CARRIED] = kept
+                undo.add(partial(vars(module).pop, _CARRIED))
             is_hooked = hasattr(module, "_hf_hook") or bool(_of_diffusers(module))
             # A registry without hooks knows those of its children; a forward of the program's own is no hook's.
             names = _OF_HOOKS if is_hooked and not _has_own_forward(module) else _OF_HOOKS[:-1]
@@ -122,6 +128,36 @@ def without_hooks(model: Any) -> Iterator[None]:
             for hook in filter(_is_of_weights, hooks):
                 _fill(module, hook, undo)
         yield
+
+
+def set_up(model: Any) -> None:
+    """Put on a copy the hooks of the original that a copy has."""
+    from diffusers.hooks import HookRegistry
+
+    for module in model.modules():
+        for name, hook in vars(module).pop(_CARRIED, ()):
+            HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, name)
+
+
+def _others(module: Any) -> dict[str, Any]:
+    """Hooks of diffusers that are no offload, by name."""
+    return {name: hook for name, hook in _of_diffusers(module).items() if name not in GROUPS}
+
+
+def _keeps_nothing(hook: Any) -> bool:
+    """Whether a hook of diffusers computes the same in each call, by values that a copy can have."""
+    import torch
+
+    values = (value for name, value in vars(hook).items() if name != "fn_ref")
+    is_plain = all(isinstance(value, (torch.dtype, str, int, float, type(None))) for value in values)
+    return is_plain and not hook._is_stateful and type(hook).__module__.startswith("diffusers.")
+
+
+def _bare(hook: Any) -> Any:
+    """A hook that is on no module."""
+    bare = copy.copy(hook)
+    bare.fn_ref = None
+    return bare
 
 
 def _has_own_forward(module: Any) -> bool:

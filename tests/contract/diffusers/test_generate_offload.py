@@ -202,6 +202,12 @@ def test_offload_layer_by_layer_leaves_a_copy_its_weights() -> None:
     assert offload.is_offloaded(pipe.transformer)
 
 
+def cast_layerwise(model: Any) -> None:
+    """Weights are stored in eight bits, and each layer's hooks turn them into bf16 and back."""
+    model.to(torch.bfloat16)
+    model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
+
+
 def test_worker_without_room_streams_from_call_to_call(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
@@ -230,6 +236,31 @@ def test_worker_without_room_streams_from_call_to_call(
     found = [call(), call()]
     handle.remove()
     assert all(torch.equal(each, call()) for each in found)
+
+
+@pytest.mark.parametrize("offloaded", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_layerwise_casting_is_carried_to_other_gpus(offloaded: bool, request: pytest.FixtureRequest) -> None:
+    """With an adapter, whose layers have a hook of their own."""
+    pipe = wan_pipelines.wan()
+    pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False), "lora")
+    cast_layerwise(pipe.transformer)
+    if offloaded:
+        offloading.WAYS["block"](pipe)
+
+    def calls() -> list[torch.Tensor]:
+        return [wan_pipelines.generate(pipe, "wan", prompts=2), wan_pipelines.generate(pipe, "wan", num_frames=9)]
+
+    expected = calls()
+    handle = wanshim.parallelize_pipeline(pipe, gpus=2)
+    request.addfinalizer(handle.remove)
+    assert all(map(torch.equal, expected, calls()))
+    assert handle.plan.guidance == 2
+    handle.remove()
+    alone = wanshim.parallelize_pipeline(pipe, gpus=1)  # its hooks would be off with those of the offload
+    request.addfinalizer(alone.remove)
+    assert all(map(torch.equal, expected, calls()))
+    assert alone.plan is None or not alone.plan.replaces_offload
+    assert "_wanshim_hooks" not in vars(pipe.transformer.blocks[0].ffn.net[2])
 
 
 def weights_in(pid: int) -> set[str]:
