@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from wanshim.core.generation import Offload
 
+_DISK = "disk"  # in place of a device and a dtype: weights are read from their files where they are needed
 _PLAIN: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by wrapper of a linear layer: the layer
 
 
@@ -40,7 +41,7 @@ def replaceable(pipe: Any, models: dict[str, Any]) -> Offload | None:
     from wanshim.core.generation import Offload
 
     wrappers = [each for model in models.values() for each in _wrappers(model)]
-    if not wrappers or any(str(each.onload_device) != "cpu" for each in wrappers):
+    if not wrappers or any(str(each.onload_device) not in ("cpu", _DISK) for each in wrappers):
         return None
     from_files = any(getattr(each, "disk_offload", False) for each in wrappers)
     return Offload(before=_before, ends=((pipe, "load_models_to_device"),), keeps=not from_files)
@@ -51,15 +52,15 @@ def why_not_carried(model: Any) -> str:
     if is_managed(model) and _is_wrapper(model):
         return "is under VRAM management as a whole"
     for each in _wrappers(model):
-        dtypes = {each.onload_dtype, each.preparing_dtype, each.computation_dtype}
+        dtypes = {each.onload_dtype, each.preparing_dtype, each.computation_dtype} - {_DISK}
         if len(dtypes) > 1:
             return f"is under VRAM management that converts its weights ({', '.join(sorted(map(str, dtypes)))})"
         if getattr(each, "enable_fp8", False):
             return "is under VRAM management and computes in float8"
         if getattr(each, "lora_merger", None) is not None:
             return "has LoRAs under VRAM management that are merged"
-        if not {str(each.onload_device), str(each.preparing_device)} <= {"cpu", str(each.computation_device)}:
-            return f"is under VRAM management that reads its weights from {each.onload_device} in each forward"
+        if not {str(each.onload_device), str(each.preparing_device)} <= {"cpu", _DISK, str(each.computation_device)}:
+            return f"is under VRAM management that has its weights on {each.onload_device} and {each.preparing_device}"
     return ""
 
 
@@ -76,13 +77,26 @@ def without_management(model: Any) -> Iterator[None]:
 
 
 def _before(model: Any) -> Callable[[], None] | None:
-    """Weights that an earlier forward has left on the GPU go back to the host."""
+    """Weights that an earlier forward has left on the GPU go back to the host, and those in files come there.
+
+    Raises:
+        HostMemoryInvalid: the host has not that much memory.
+    """
+    from wanshim.core.shared.host_memory import room_for
+
     if not is_managed(model):
         return None
-    for each in _wrappers(model):
+    wrappers = _wrappers(model)
+    for each in wrappers:
         if each.state == 2:  # prepared
-            each.to(device=each.onload_device)
+            each.to(device="cpu")
             each.state = 1
+    if waiting := [each for each in wrappers if any(weight.is_meta for weight in each.parameters())]:
+        dtype = waiting[0].computation_dtype
+        size = sum(weight.numel() for weight in model.parameters() if weight.is_meta) * dtype.itemsize
+        with room_for(size, f"the weights of {type(model).__name__}, which its files have"):
+            for each in waiting:
+                each.load_from_disk(dtype, "cpu")
     return lambda: None
 
 

@@ -20,7 +20,7 @@ SCRIPT = "tests.contract.diffsynth.vram_management"
 
 @pytest.mark.slow
 @pytest.mark.sweep
-@pytest.mark.parametrize(("way", "gpus"), [("disk", 2), ("disk", 1), ("host", 1)])
+@pytest.mark.parametrize(("way", "gpus"), [("disk", 2), ("disk", 1), ("host", 1), ("files", 2)])
 def test_script_under_vram_management_has_its_frames(way: str, gpus: int, tmp_path: Path) -> None:
     expected, _ = scripts.run(tmp_path / "alone", SCRIPT, way, "pair")
     found, said = scripts.run(tmp_path / "shared", SCRIPT, way, "pair", behind=scripts.generate(gpus))
@@ -32,7 +32,7 @@ def test_script_under_vram_management_has_its_frames(way: str, gpus: int, tmp_pa
 
 
 @pytest.mark.parametrize("kind", ["pair", pytest.param("vace", marks=pytest.mark.sweep), "motion"])
-@pytest.mark.parametrize("way", ["host", "disk"])
+@pytest.mark.parametrize("way", ["host", "disk", "files"])
 def test_frames_are_those_of_the_script_and_its_management_goes_on(
     way: str, kind: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -45,10 +45,30 @@ def test_frames_are_those_of_the_script_and_its_management_goes_on(
         assert torch.equal(wan_pipelines.generate(pipe, kind), expected)
     assert handle.plan.replaces_offload
     assert [type(module) for module in pipe.dit.modules()] == before
-    places = {"meta"} if way == "disk" else {"cpu"}
+    places = {"cpu"} if way == "host" else {"meta"}
     assert {weight.device.type for name, weight in pipe.dit.named_parameters() if "q.weight" in name} == places
     handle.remove()
     assert torch.equal(wan_pipelines.generate(pipe, kind), expected)
+
+
+@pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_weights_of_files_stay_there_where_the_host_has_no_room(
+    gpus: int, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = wan_pipelines.generate(wan_pipelines.MADE["t2v"](), "t2v")
+    pipe = vram_management.manage(wan_pipelines.MADE["t2v"](), "files", tmp_path)
+    handle = wanshim.parallelize_pipeline(pipe, gpus=gpus)
+    request.addfinalizer(handle.remove)
+    monkeypatch.setattr("wanshim.core.shared.host_memory.available_bytes", lambda: 1)
+    for _ in range(2):
+        assert torch.equal(wan_pipelines.generate(pipe, "t2v"), expected)
+    assert not handle.plan.replaces_offload
+    assert "GiB of host memory for the weights of WanModel, which its files have" in str(handle.plan)
+    assert handle.plan.gpus == 1
+    monkeypatch.undo()
+    assert torch.equal(wan_pipelines.generate(pipe, "t2v"), expected)
+    assert handle.plan.replaces_offload
+    assert handle.plan.gpus == gpus
 
 
 def lora(pipe: Any, seed: int) -> dict[str, torch.Tensor]:
@@ -86,13 +106,8 @@ def converts(pipe: Any, folder: Path) -> None:
     vram_management.manage(pipe, "host", folder, onload_dtype=torch.float8_e4m3fn)
 
 
-def reads_files(pipe: Any, folder: Path) -> None:
-    vram_management.manage(pipe, "disk", folder, onload_dtype="disk", onload_device="disk")
-
-
 REFUSED: dict[str, tuple[Callable[[Any, Path], None], str]] = {
     "converted": (converts, r"VRAM management that converts its weights \(torch.float32, torch.float8_e4m3fn\)"),
-    "files": (reads_files, "VRAM management that converts its weights"),
 }
 
 

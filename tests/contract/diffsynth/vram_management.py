@@ -16,7 +16,13 @@ from tests.contract.diffsynth import wan_pipelines
 if not hasattr(torch.cpu, "empty_cache"):  # DiffSynth calls it for any device
     torch.cpu.empty_cache = lambda: None
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PLACES = {"host": ("cpu", "cpu"), "disk": ("disk", "cpu"), "onload": ("cpu", DEVICE)}  # offload, onload
+# offload, onload
+PLACES = {
+    "host": ("cpu", "cpu"),
+    "disk": ("disk", "cpu"),
+    "files": ("disk", "disk"),
+    "onload": ("cpu", DEVICE),
+}
 
 
 def manage(pipe: Any, way: str, folder: Path, **changed: Any) -> Any:
@@ -30,7 +36,7 @@ def manage(pipe: Any, way: str, folder: Path, **changed: Any) -> Any:
     config = {
         "offload_dtype": "disk" if offload == "disk" else dtype,
         "offload_device": offload,
-        "onload_dtype": dtype,
+        "onload_dtype": "disk" if onload == "disk" else dtype,
         "onload_device": onload,
         "preparing_dtype": dtype,
         "preparing_device": DEVICE,

@@ -31,7 +31,7 @@ from wanshim.core.shared.weight_bytes import num_bytes
 from wanshim.core.strategy.block_trace import trace_forward
 from wanshim.core.streaming import bytes_when_streamed
 from wanshim.core.workers import RemoteCall, Replies, Workers
-from wanshim.errors import ModelInvalid, RanksFailed, WanshimError, WorkersFailed, WorkersInvalid
+from wanshim.errors import HostMemoryInvalid, ModelInvalid, RanksFailed, WanshimError, WorkersFailed, WorkersInvalid
 from wanshim.undo import Undo
 from wanshim.values import checked_seconds
 
@@ -309,7 +309,8 @@ class _Call:
                     return self._first(forward, args, kwargs)
                 if plan.sequence > 1:
                     return self._together(forward, own, args, kwargs)[0]
-            except (NotShared, WorkersInvalid) as reason:  # a callback's change, or an argument, that no copy will have
+            # a callback's change, or an argument, that no copy will have; or the host has no room for copies
+            except (NotShared, WorkersInvalid, HostMemoryInvalid) as reason:
                 self.is_busy = False
                 rejected = {**plan.rejected, describe(plan.guidance, plan.sequence): str(reason)}
                 self._plan = replace(
@@ -516,6 +517,8 @@ class _Call:
         for name, module in self._binding.modules.items():
             if any(module is each for each in models) and not self._is_held(module, workers, count):
                 self._streams.end()  # what is copied is the model as its classes made it
+                if self._binding.offload is not None:
+                    self._binding.offload.before(module)
                 self._shared.copied.add(module)
                 with self._bare():
                     self._check_again(name, module)
