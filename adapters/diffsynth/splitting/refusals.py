@@ -15,7 +15,8 @@ from wanshim.core.model_split import SplitHandle
 from wanshim.core.pipeline import refusal as of_model
 from wanshim.core.ranks.group import Group
 from wanshim.core.ranks.host import host_ranks
-from wanshim.errors import FeatureUnavailable
+from wanshim.core.sequence import check_tokens_apart
+from wanshim.errors import FeatureUnavailable, ModelInvalid
 from wanshim.settings import Settings, launched
 
 log = logging.getLogger("wanshim")
@@ -170,7 +171,18 @@ def sequence_refusal(call: TrainingCall, read: Settings) -> str | None:
         why_not_sharded(pipe, family)
         or why_sharded_by_diffsynth(pipe)
         or heads_refusal(part_of(pipe.dit.blocks[0], family.num_heads), read)
+        or _why_not_apart(pipe, family)
     )
+
+
+def _why_not_apart(pipe: Any, family: Family) -> str | None:
+    """The block in which a token's values depend on the others beside attention, or None."""
+    assert family.block_lists is not None  # or no class were sharded
+    try:
+        check_tokens_apart(family.block_lists(pipe))
+    except ModelInvalid as error:
+        return error.found
+    return None
 
 
 def why_not_sharded(pipe: Any, family: Family) -> str | None:

@@ -1,6 +1,6 @@
 """Sequence parallel: the tokens of one sample over the ranks of a group."""
 
-from .blocks import BlockList, TextStream
+from .blocks import BlockList, TextStream, check_tokens_apart
 from .group import SequenceGroup
 from .inference import check_shardable, sharded
 from .plan import plan_sequence
@@ -13,6 +13,7 @@ __all__ = [
     "SequenceHandle",
     "TextStream",
     "check_shardable",
+    "check_tokens_apart",
     "plan_sequence",
     "random_states",
     "sequence_of",

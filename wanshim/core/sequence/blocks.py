@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+import torch
 from torch import nn
 
 from wanshim.core.shared.plain import drops
@@ -150,12 +151,43 @@ def _module(block: nn.Module, path: str) -> nn.Module | None:
         return None
 
 
-def check_no_dropout(lists: Sequence[BlockList]) -> None:
-    """Refuse modules that would drop in a call made now; what else draws is found when it does."""
+def check_tokens_apart(lists: Sequence[BlockList]) -> None:
+    """Refuse blocks in which a token's values depend on the others beside attention: by a module that would drop in a
+    call made now, or one that quantizes all tokens with one scale. What else draws is found when it does."""
+    known = set()
     for listed in lists:
         for index, block in enumerate(listed.blocks):
-            if any(drops(module) for module in block.modules()):
-                raise random_draw(block, index)
+            for path, module in block.named_modules():
+                if drops(module):
+                    raise random_draw(block, index)
+                if not isinstance(module, nn.Linear) or _is_plain(module):
+                    continue
+                kind = type(module), type(module.weight), module.weight.shape
+                if kind not in known and not _has_a_scale_a_token(module):
+                    raise ModelInvalid(
+                        f"{path} of {type(block).__name__} {index} quantizes all tokens with one scale",
+                        expected="a scale for each token, because ranks hold parts of a sample",
+                        hint="Quantize activations by rows, or not at all",
+                    )
+                known.add(kind)
+
+
+def _is_plain(module: nn.Linear) -> bool:
+    return type(module) is nn.Linear and type(module.weight) in (torch.Tensor, nn.Parameter)
+
+
+@torch.no_grad()
+def _has_a_scale_a_token(module: nn.Linear) -> bool:
+    """Whether a quantized layer gives small tokens the same values beside large ones, which leave a scale of all of
+    them no bit for these. One that cannot compute here and now is taken to."""
+    weight = module.weight
+    dtype = weight.dtype if weight.dtype.is_floating_point and weight.dtype.itemsize > 1 else torch.bfloat16
+    small = torch.linspace(-1, 1, module.in_features, device=weight.device).to(dtype) * 2.0**-16
+    try:
+        alone, beside = (module(torch.stack([small, small * factor]))[0].float() for factor in (1.0, 2.0**20))
+        return bool((beside - alone).norm() <= 0.5 * alone.norm())
+    except (RuntimeError, TypeError, ValueError):  # of its kernels, or without its weights yet
+        return True
 
 
 def random_draw(block: nn.Module, index: int) -> ModelInvalid:

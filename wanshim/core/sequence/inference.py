@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from wanshim.undo import Undo
 
-from .blocks import BlockList, check_no_dropout, heads_of
+from .blocks import BlockList, check_tokens_apart, heads_of
 from .group import SequenceGroup
 from .hooks import attach
 from .plan import plan_sequence
@@ -18,9 +18,9 @@ def check_shardable(lists: Sequence[BlockList]) -> int:
     """The number of heads, over as many processes of which the blocks' tokens can go.
 
     Raises:
-        ModelInvalid: dropout in a block, or blocks that are built otherwise.
+        ModelInvalid: a block in which tokens are not apart beside attention, or one that is built otherwise.
     """
-    check_no_dropout(lists)
+    check_tokens_apart(lists)
     return heads_of(lists)
 
 

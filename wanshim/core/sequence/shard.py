@@ -15,7 +15,7 @@ from wanshim.errors import ModelInvalid
 from wanshim.undo import Undo
 
 from .attendance import Attendance
-from .blocks import BlockList, check_no_dropout, default_block_list, heads_of
+from .blocks import BlockList, check_tokens_apart, default_block_list, heads_of
 from .group import SequenceGroup
 from .hooks import attach
 from .leader import Leader
@@ -135,7 +135,7 @@ def shard_sequence(
             f"rank {dist.get_rank()} is not in the group of ranks {', '.join(map(str, ranks))}",
             hint="Call shard_sequence on the ranks of the group only",
         )
-    check_no_dropout(lists)
+    check_tokens_apart(lists)
     agreement.ensure(group, call="shard_sequence")
     joined = SequenceGroup.of(group, deadline)
     attendance = Attendance(joined)

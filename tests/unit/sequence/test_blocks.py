@@ -1,0 +1,54 @@
+"""Blocks whose tokens are apart beside attention, and those in which a part of a sample has other values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from wanshim.core.sequence import BlockList, check_tokens_apart
+from wanshim.errors import ModelInvalid
+
+
+class Quantized(nn.Linear):
+    """Products of eight-bit numbers, whose scale is by all tokens, or by each."""
+
+    calls = 0
+
+    def __init__(self, *sizes: int, dim: int | None, **given: Any) -> None:
+        super().__init__(*sizes, **given)
+        self.dim = dim
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        type(self).calls += 1
+        largest = x.abs().amax() if self.dim is None else x.abs().amax(self.dim, keepdim=True)
+        scale = largest.float() / 127
+        return (super().forward((x / scale).round().to(self.weight.dtype)) * scale).to(x.dtype)
+
+
+class Broken(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("this layer computes on a GPU alone")
+
+
+def lists(*layers: nn.Module) -> list[BlockList]:
+    return [BlockList(blocks=[nn.Sequential(nn.Linear(8, 8), layer) for layer in layers])]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_scale_of_all_tokens_is_refused_by_name(dtype: torch.dtype) -> None:
+    with pytest.raises(ModelInvalid, match="1 of Sequential 1 quantizes all tokens with one scale"):
+        check_tokens_apart(lists(nn.Linear(8, 8), Quantized(8, 8, dim=None, dtype=dtype)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_scale_of_each_token_is_none_of_that_and_asked_once(dtype: torch.dtype) -> None:
+    Quantized.calls = 0
+    check_tokens_apart(lists(*(Quantized(8, 8, dim=-1, dtype=dtype) for _ in range(3))))
+    assert Quantized.calls == 2
+
+
+def test_a_layer_that_cannot_compute_here_is_let_through() -> None:
+    check_tokens_apart(lists(Broken(8, 8), nn.Linear(8, 8, device="meta"), Quantized(8, 8, dim=-1, device="meta")))
