@@ -384,6 +384,7 @@ def test_program_that_was_to_generate_and_called_no_pipeline_says_so_and_fails_u
         ("has an effect", True),
         ("left to the framework", True),
         ("done by a process that it started", True),
+        ("has an effect beneath the program's own", True),
     ],
 )
 def test_rank_that_only_loaded_a_model_has_trained_nothing(
@@ -406,7 +407,11 @@ def test_rank_that_only_loaded_a_model_has_trained_nothing(
     plan = replace(REPAIR, name="fakewan.model_split", auto=False, switched_on_by="plan")
     wan.offer(replace(plan, seams=(a_seam("dit:forward", loads),)))
     start("auto")
-    wan.dit().forward(1)
+    dit = wan.dit()
+    if "beneath" in planned:
+        beneath = dit.forward
+        dit.forward = lambda x: beneath(x)
+    dit.forward(1)
     if planned.startswith("done by"):
         hand_over.mark_done("model_split")
     assert (f"wanshim: {process_report.TRAINED_NOTHING}" in process.end()) is not has_purpose
