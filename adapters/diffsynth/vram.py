@@ -59,6 +59,8 @@ def why_not_carried(model: Any) -> str:
             return "is under VRAM management and computes in float8"
         if getattr(each, "lora_merger", None) is not None:
             return "has LoRAs under VRAM management that are merged"
+        if "module" in each._modules and getattr(each, "lora_A_weights", None):
+            return "has LoRAs under VRAM management beside quantized weights"
         if not {str(each.onload_device), str(each.preparing_device)} <= {"cpu", _DISK, str(each.computation_device)}:
             return f"is under VRAM management that has its weights on {each.onload_device} and {each.preparing_device}"
     return ""
@@ -96,7 +98,10 @@ def _before(model: Any) -> Callable[[], None] | None:
         size = sum(weight.numel() for weight in model.parameters() if weight.is_meta) * dtype.itemsize
         with room_for(size, f"the weights of {type(model).__name__}, which its files have"):
             for each in waiting:
-                each.load_from_disk(dtype, "cpu")
+                if hasattr(each, "quantize"):
+                    each._load_from_disk("cpu")
+                else:
+                    each.load_from_disk(dtype, "cpu")
     return lambda: None
 
 
@@ -116,7 +121,7 @@ def _inside(wrapper: Any) -> Any:
 
     from wanshim.adapters.diffsynth.lora_linear import LoraLinear
 
-    if not isinstance(wrapper, torch.nn.Linear):
+    if "module" in wrapper._modules:
         return wrapper.module
     kind = LoraLinear if wrapper.lora_A_weights else torch.nn.Linear
     if type(_PLAIN.get(wrapper)) is not kind:

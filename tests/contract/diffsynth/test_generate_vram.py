@@ -71,6 +71,29 @@ def test_weights_of_files_stay_there_where_the_host_has_no_room(
     assert handle.plan.gpus == gpus
 
 
+@pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["torchao_int8_w8a16", pytest.param("torchao_int8_w8a8", marks=pytest.mark.sweep)])
+def test_quantized_layers_are_carried_without_their_management(
+    method: str, gpus: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """They are no plain tensors, and so the script's own management stays on one GPU."""
+    config = pytest.importorskip("diffsynth.core.quant.config", reason="this release quantizes nothing by itself")
+    quantize = config.QuantizeConfig(method=method, target_modules=["q", "k", "v", "o"])
+    pipe = wan_pipelines.MADE["t2v"]()
+    quantize.quantize_model(pipe.dit, compute_device="cpu")
+    pipe = vram_management.manage(pipe, "host", tmp_path, quantize=quantize)
+    assert type(pipe.dit.blocks[0].self_attn.q).__name__ == "AutoWrappedQuantizedModule"
+    expected = wan_pipelines.generate(pipe, "t2v")
+    handle = wanshim.parallelize_pipeline(pipe, gpus=gpus)
+    request.addfinalizer(handle.remove)
+    assert torch.equal(wan_pipelines.generate(pipe, "t2v"), expected)
+    assert handle.plan.guidance == gpus
+    assert not handle.plan.replaces_offload
+    pipe.load_lora(pipe.dit, state_dict=lora(pipe, 1), alpha=0.5)
+    with pytest.raises(ModelInvalid, match="LoRAs under VRAM management beside quantized weights"):
+        wan_pipelines.generate(pipe, "t2v")
+
+
 def lora(pipe: Any, seed: int) -> dict[str, torch.Tensor]:
     made = torch.Generator().manual_seed(seed)
     layer = pipe.dit.blocks[0].self_attn.q

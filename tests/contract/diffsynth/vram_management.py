@@ -25,8 +25,12 @@ PLACES = {
 }
 
 
-def manage(pipe: Any, way: str, folder: Path, **changed: Any) -> Any:
-    """The pipeline as `from_pretrained` makes it with a `vram_config`."""
+def manage(pipe: Any, way: str, folder: Path, quantize: Any = None, **changed: Any) -> Any:
+    """The pipeline as `from_pretrained` makes it with a `vram_config`.
+
+    Args:
+        quantize: DiffSynth's `QuantizeConfig` of a DiT whose layers it has quantized.
+    """
     from diffsynth.core.loader.model import DiskMap
     from diffsynth.core.vram.layers import enable_vram_management
     from diffsynth.models.model_loader import ModelPool
@@ -48,10 +52,12 @@ def manage(pipe: Any, way: str, folder: Path, **changed: Any) -> Any:
             continue
         kind = f"{type(model).__module__}.{type(model).__qualname__}"
         file = folder / f"{name}.safetensors"
-        save_file({key: value.contiguous().clone() for key, value in model.state_dict().items()}, file)
+        if quantize is None:
+            save_file({key: value.contiguous().clone() for key, value in model.state_dict().items()}, file)
         files = DiskMap(str(file), "cpu") if offload == "disk" else None
         layers = ModelPool().fetch_module_map(kind, config)
-        enable_vram_management(model, layers, vram_config=config, vram_limit=None, disk_map=files)
+        given = {} if quantize is None else {"quantize": quantize}
+        enable_vram_management(model, layers, vram_config=config, vram_limit=None, disk_map=files, **given)
     pipe.vram_management_enabled = pipe.check_vram_management_state()
     pipe.load_models_to_device([])
     return pipe
