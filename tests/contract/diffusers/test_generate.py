@@ -530,10 +530,6 @@ def test_another_loop_than_is_known_gives_no_frames(both: Both, monkeypatch: pyt
     assert shared.pids == ()
 
 
-def cast(pipe: Any) -> None:
-    pipe.transformer.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
-
-
 def hooked(pipe: Any) -> None:
     pipe.transformer.blocks[0].register_forward_hook(lambda *_: None)
 
@@ -571,7 +567,6 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "device_map": (lambda pipe: setattr(pipe, "hf_device_map", {"transformer": 0}), "placed by device_map"),
     "cpu offload": (offloaded, "moved by accelerate"),
     "cache": (cached, "has hooks of diffusers: .*pyramid"),
-    "fp8 storage": (cast, "has hooks of diffusers: .*layerwise_casting"),
     "dropout": (dropping, r"\(blocks\.0\.attn1\.to_q\.lora_dropout\.default\) drops at random"),
     "hook": (hooked, r"\(blocks.0\) has forward hooks"),
     "forward": (lambda pipe: setattr(pipe.transformer, "forward", pipe.transformer.forward), "forward of its own"),
