@@ -200,9 +200,11 @@ class ProcessReport:
     def _without_purpose(self, selected: Iterable[ReportRow]) -> list[str]:
         """A sentence for each thing that a command line or a variable asks of this very process, and that no feature
         has done, declined or left to the framework with a reason, here or in a process that it has started."""
-        covered = (row for row in selected if row.state == State.DISPLACED.value and row.calls > row.failed_calls)
-        over = (row for row in selected if row.state in DONE or row.fallbacks)
-        done = {row.feature.partition(".")[2] for row in (*over, *covered)}  # what the program put on top may call ours
+        done = {
+            row.feature.partition(".")[2]
+            for row in selected
+            if row.state in DONE or row.fallbacks or _ran_beneath_another(row)
+        }
         tried = {row.feature.partition(".")[2] for row in selected if row.failed_calls}
         wanted = self.process.settings.generate is not None and (self._is_program or "torch" in sys.modules)
         asked = {"model_split": hand_over.is_rank(), "generate": wanted}
@@ -232,6 +234,11 @@ class ProcessReport:
             for stream in filter(None, (sys.stdout, sys.stderr)):
                 stream.flush()
             os._exit(1)  # Python ignores an exception and a SystemExit of an exit handler
+
+
+def _ran_beneath_another(row: ReportRow) -> bool:
+    """Whether what the program put on top of a feature has called it."""
+    return row.state == State.DISPLACED.value and row.calls > row.failed_calls
 
 
 def _end_as_interrupted() -> None:

@@ -98,7 +98,7 @@ def _before(model: Any) -> Callable[[], None] | None:
         size = sum(weight.numel() for weight in model.parameters() if weight.is_meta) * dtype.itemsize
         with room_for(size, f"the weights of {type(model).__name__}, which its files have"):
             for each in waiting:
-                if hasattr(each, "quantize"):
+                if "quantize" in vars(each):  # a wrapper has its module's attributes, too
                     each._load_from_disk("cpu")
                 else:
                     each.load_from_disk(dtype, "cpu")

@@ -151,15 +151,22 @@ def _module(block: nn.Module, path: str) -> nn.Module | None:
         return None
 
 
+def check_no_dropout(lists: Sequence[BlockList]) -> None:
+    """Refuse modules that would drop in a call made now; what else draws is found when it does."""
+    for listed in lists:
+        for index, block in enumerate(listed.blocks):
+            if any(drops(module) for module in block.modules()):
+                raise random_draw(block, index)
+
+
 def check_tokens_apart(lists: Sequence[BlockList]) -> None:
-    """Refuse blocks in which a token's values depend on the others beside attention: by a module that would drop in a
-    call made now, or one that quantizes all tokens with one scale. What else draws is found when it does."""
+    """Refuse blocks in which a token's values depend on the others beside attention: by dropout, or by a layer that
+    quantizes all tokens with one scale. Such layers compute a few tokens here, which is not for every forward."""
+    check_no_dropout(lists)
     known = set()
     for listed in lists:
         for index, block in enumerate(listed.blocks):
             for path, module in block.named_modules():
-                if drops(module):
-                    raise random_draw(block, index)
                 if not isinstance(module, nn.Linear) or _is_plain(module):
                     continue
                 kind = type(module), type(module.weight), module.weight.shape

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from wanshim.undo import Undo
 
-from .blocks import BlockList, check_tokens_apart, heads_of
+from .blocks import BlockList, check_no_dropout, check_tokens_apart, heads_of
 from .group import SequenceGroup
 from .hooks import attach
 from .plan import plan_sequence
@@ -33,8 +33,9 @@ def sharded(lists: Sequence[BlockList], group: SequenceGroup) -> Iterator[None]:
     Raises:
         ModelInvalid: more ranks than heads, dropout in a block, or blocks that are built otherwise.
     """
+    check_no_dropout(lists)
     count = sum(len(listed.blocks) for listed in lists)
-    plan = plan_sequence(group.ranks, heads=check_shardable(lists), blocks=count)
+    plan = plan_sequence(group.ranks, heads=heads_of(lists), blocks=count)
     with Undo() as undo:
         run = ShardedModel(group, plan, sum_gradients=False, check_finite=False)
         for index, listed in enumerate(lists):
