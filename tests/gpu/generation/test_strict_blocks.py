@@ -17,7 +17,7 @@ PICTURES = {"a picture": (1, 34, 46), "two pictures": (2, 20, 28)}
 
 
 @pytest.fixture(scope="module")
-def benchmark() -> Iterator[Any]:
+def forwards() -> Iterator[Any]:
     """It has how each framework's model is made and called."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
@@ -33,10 +33,10 @@ def benchmark() -> Iterator[Any]:
     + [("diffsynth", "one"), ("diffsynth", "two")]  # has one time for all
     + [("qwen_image", size) for size in PICTURES],
 )
-def test_forward_has_the_framework_s_bits(framework: str, dtype: torch.dtype, size: str, benchmark: Any) -> None:
-    feature = benchmark.feature_of(framework)
+def test_forward_has_the_framework_s_bits(framework: str, dtype: torch.dtype, size: str, forwards: Any) -> None:
+    feature = forwards.feature_of(framework)
     pytest.importorskip(feature.split(".")[0])
-    make = benchmark.FRAMEWORKS[framework]("small", dtype, torch.device("cuda"))
+    make = forwards.FRAMEWORKS[framework]("small", dtype, torch.device("cuda"))
     forward = make((SIZES | PICTURES)[size], "each token" in size)
     with torch.no_grad():
         expected = forward()
