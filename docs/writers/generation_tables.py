@@ -11,7 +11,8 @@ from writers.measured import commit_of, result
 
 RECORDS = tuple(f"generate_{size}_{gpus}xH200" for gpus in (2, 4) for size in ("480p", "720p"))
 ON_TWO = RECORDS[:2]
-BLOCKS, SCRIPT, OFFLOAD = "strict_blocks_1xH200", "generate_script_2xH200", "generate_offload_2xH200"
+SCRIPT, OFFLOAD = "generate_script_2xH200", "generate_offload_2xH200"
+BLOCKS = "strict_blocks_1xH200", "strict_blocks_diffsynth_1xH200", "strict_blocks_qwen_image_1xH200"
 MINIMAX_H3 = "generate_script_minimax_h3_1xH200"
 WHOLE = tuple(f"generate_full_{gpus}xH200" for gpus in (1, 2, 4))
 TITLES = {
@@ -57,9 +58,10 @@ def whole_table() -> str:
 
 
 def blocks_table() -> str:
-    """One forward, the blocks' steps by the framework and by one kernel each."""
-    found = result(BLOCKS)
-    names = {"diffusers": "diffusers", "diffsynth": "DiffSynth-Studio"}
+    """One forward, the blocks' steps by the framework and by one kernel each. Of a size measured twice, the later."""
+    records = [result(name) for name in BLOCKS]
+    names = {"diffusers": "diffusers", "diffsynth": "DiffSynth-Studio", "qwen_image": "diffusers, Qwen-Image"}
+    rows = {(row["framework"], row["size"]): row for found in records for row in found["rows"]}
     lines = [
         (
             names[row["framework"]],
@@ -69,9 +71,10 @@ def blocks_table() -> str:
             f"{row['ratio']:.2f}x",
             "equal" if row["equal"] else "not equal",
         )
-        for row in found["rows"]
+        for row in rows.values()
     ]
-    where = f"{found['gpu']}, torch {found['torch']}, {found['model']}, bf16, commit {commit_of(found)}."
+    gpus, commits = {f"{r['gpu']}, torch {r['torch']}" for r in records}, ", ".join(map(commit_of, records))
+    where = f"{' and '.join(gpus)}, Wan 14B and Qwen-Image 20B, bf16, commits {commits}."
     return table("framework | video | seconds alone | with wanshim | | values", lines, where)
 
 
