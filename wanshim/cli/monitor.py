@@ -6,22 +6,19 @@ import json
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
-from rich.console import Console
 
 from wanshim import settings
 from wanshim.errors import LogUnreadable, WanshimError
-from wanshim.monitor import status
-from wanshim.monitor.health import Patience
-from wanshim.monitor.reading import text
-from wanshim.monitor.runs import RunFolder
 from wanshim.values import checked_seconds
 
-MOST_NAMES = 20  # in an error
+if TYPE_CHECKING:  # every command imports this file, and only this one reads logs
+    from wanshim.monitor.health import Patience
+    from wanshim.monitor.runs import RunFolder
 
-console = Console()
+MOST_NAMES = 20  # in an error
 
 
 def monitor(
@@ -38,6 +35,9 @@ def monitor(
     stall_floor: Annotated[float, typer.Option(help="... but never less than this many seconds.")] = 60.0,
 ) -> None:
     """Watch training runs: steps, ETA, loss, GPUs, stalls."""
+    from wanshim.monitor import status
+    from wanshim.monitor.health import Patience
+
     if not 0 < stall_medians < float("inf"):
         raise WanshimError(f"--stall-medians {stall_medians}", expected="a number above zero, such as 10")
     patience = Patience(stall_medians, checked_seconds(stall_floor, "--stall-floor"))
@@ -60,13 +60,18 @@ def monitor(
         if missing:
             raise typer.Exit(1)
     else:
+        from rich.console import Console
+
         from wanshim.monitor import terminal
 
-        terminal.watch(runs, patience, console)
+        terminal.watch(runs, patience, Console())
 
 
 def _open(folder: Path, name: str | None) -> RunFolder:
     """The folder, or one run of it by its name; a name is looked up, never made into a path."""
+    from wanshim.monitor.reading import text
+    from wanshim.monitor.runs import RunFolder
+
     runs = RunFolder(folder, only=name)
     if name is not None:
         runs.update()
@@ -80,6 +85,8 @@ def _open(folder: Path, name: str | None) -> RunFolder:
 
 def _not_read(runs: RunFolder, statuses: list[dict[str, Any]]) -> Iterator[str]:
     """Runs that could not be read, which must not pass for healthy ones."""
+    from wanshim.monitor.reading import text
+
     folder = text(str(runs.folder), 1000)
     if not statuses:
         yield f"{folder}: empty: no run has logged here"
@@ -108,6 +115,8 @@ def _export(runs: RunFolder, kind: str, output: Path) -> list[str]:
 
 
 def _serve(folder: Path, host: str, port: int, patience: Patience) -> None:
+    from wanshim.monitor.runs import RunFolder
+
     try:
         from wanshim.monitor import server
     except ImportError as error:

@@ -103,7 +103,7 @@ def examine(
     """
     look = Activation()
     selection = look.select("none" if read.disable else text, read)
-    rows = _rows(look, selection, read, look.known().features)
+    rows = tuple(_rows(look, selection, read, look.known().features))
     missing = tuple(row.feature for row in rows if _is_missing(row, selection))
     if read.disable:
         return Diagnosis(rows, missing, DISABLED, disabled=True)
@@ -171,8 +171,9 @@ def _is_value(saved: float | str, given: str) -> bool:
         return False
 
 
-def selected_rows(read: settings.Settings, text: str | None, names: Iterable[str]) -> tuple[DiagnosisRow, ...]:
-    """The rows of those among the features of these names that `activate(text)` would select."""
+def selected_rows(read: settings.Settings, text: str | None, names: Iterable[str]) -> Iterator[DiagnosisRow]:
+    """The rows of those among the features of these names that `activate(text)` would select, one by one: to judge a
+    feature its framework's files are read."""
     look = Activation()
     selection = look.select(text, read)
     return _rows(look, selection, read, filter(selection.__contains__, names))
@@ -180,13 +181,12 @@ def selected_rows(read: settings.Settings, text: str | None, names: Iterable[str
 
 def _rows(
     look: Activation, selection: Selection, read: settings.Settings, names: Iterable[str]
-) -> tuple[DiagnosisRow, ...]:
+) -> Iterator[DiagnosisRow]:
     look.settings = read
-    rows = []
     for name, decision in look.decisions(names):
         if name in selection and decision.applies:
             decision = _with_devices(look.known().features[name], read, decision)
-        row = DiagnosisRow(
+        yield DiagnosisRow(
             framework=name.split(".")[0],
             version=decision.version,
             feature=name,
@@ -199,8 +199,6 @@ def _rows(
             turn_on=() if name in selection else tuple(variables.turn_on(look.known().features[name])),
             known=decision.known,
         )
-        rows.append(row)
-    return tuple(rows)
 
 
 def _is_missing(row: DiagnosisRow, selection: Selection) -> bool:

@@ -169,15 +169,17 @@ def _check_selected(
 
     known = catalog.discover().features.items()
     names = [name for name, one in known if switch in one.switches and one.along_with == along_with]
-    rows = diagnosis.selected_rows(read, features, names)
-    if not rows:
-        raise FeatureUnavailable(found, hint=hint)
-    if all(row.verdict in UNAVAILABLE for row in rows):
-        first = rows[0]
-        if switch == "plan" and read.local_world_size == 1 and not read.strict:  # one process, as without the option
-            say(
-                f"--gpus 1 plans a training, and {first.feature} is unavailable: {first.reason}; the program runs with "
-                "the other features. To generate on several GPUs: wanshim generate --gpus N"
-            )
+    first = None
+    for row in diagnosis.selected_rows(read, features, names):
+        if row.verdict not in UNAVAILABLE:  # one is enough, and the files of the others are not read
             return
-        raise FeatureUnavailable(f"{first.feature} is unavailable: {first.reason}", hint=first.next_step)
+        first = first or row
+    if first is None:
+        raise FeatureUnavailable(found, hint=hint)
+    if switch == "plan" and read.local_world_size == 1 and not read.strict:  # one process, as without the option
+        say(
+            f"--gpus 1 plans a training, and {first.feature} is unavailable: {first.reason}; the program runs with "
+            "the other features. To generate on several GPUs: wanshim generate --gpus N"
+        )
+        return
+    raise FeatureUnavailable(f"{first.feature} is unavailable: {first.reason}", hint=first.next_step)
