@@ -89,15 +89,20 @@ class Logger(ModelLogger):  # type: ignore[misc]
         self.args, self.clip = args, clip
         self.means: list[float] = []
 
-    def on_step_end(self, accelerator: Any, model: Any, *args: Any, loss: Any = None, **kwargs: Any) -> None:
-        super().on_step_end(accelerator, model, *args, loss=loss, **kwargs)
+    def on_step_end(self, accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        super().on_step_end(accelerator, model, *args, **kwargs)
+        module = accelerator.unwrap_model(model)
         if self.args.reduces:
-            self.means.append(accelerator.reduce(loss.detach(), "mean").item())
+            self.means.append(accelerator.reduce(self.loss(accelerator, module), "mean").item())
         if self.args.validates and accelerator.is_main_process:
             with torch.no_grad(), torch.random.fork_rng():
                 torch.manual_seed(1)
-                loss = accelerator.unwrap_model(model)(self.clip)
+                loss = module(self.clip)
             print(f"validated {loss.item():.4f}", flush=True)
+
+    def loss(self, accelerator: Any, module: Any) -> torch.Tensor:
+        """That of the step: the releases of 2.0 do not hand it to a logger."""
+        return torch.tensor(module.losses[-1], device=accelerator.device)
 
 
 def main() -> None:

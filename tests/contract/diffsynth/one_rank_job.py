@@ -23,7 +23,7 @@ seen: dict[str, Any] = {}
 class Logger(train.Logger):
     def on_step_end(self, accelerator: Any, model: Any, save_steps: Any = None, **more: Any) -> None:
         super().on_step_end(accelerator, model, save_steps, **more)
-        loss = more["loss"].detach()
+        loss = self.loss(accelerator, accelerator.unwrap_model(model))
         mine = torch.full((1 + RANK,), loss.item())
         names = broadcast_object_list([str(uuid.uuid4())])
         with accelerator.split_between_processes(list(range(8))) as part:
