@@ -43,12 +43,12 @@ def _train(rank: int, streamed: bool, spoilt: bool) -> dict[str, Any]:
         model._ddp_params_and_buffers_to_ignore = handle.waiting
         # what one rank writes the other sees: there is one copy
         dist.barrier()
-        before = handle.ring.host[-1].item()
+        before = handle.ring.host.memory[-1].item()
         dist.barrier()
         if rank == 0:
-            handle.ring.host[-1] = before ^ 1  # padding of the last weight
+            handle.ring.host.memory[-1] = before ^ 1  # padding of the last weight
         dist.barrier()
-        shared = handle.ring.host[-1].item() == before ^ 1
+        shared = handle.ring.host.memory[-1].item() == before ^ 1
     wrapped = DistributedDataParallel(model)
     for step in range(3):
         wrapped(data(2 * step + rank)).backward()

@@ -15,7 +15,6 @@ import wanshim
 from tests.contract import scripts
 from tests.contract.diffusers import offloading, wan_pipelines
 from wanshim.core.generation import shared_pipeline
-from wanshim.core.streaming import HostCopy
 from wanshim.errors import ModelInvalid
 from wanshim.pipelines import PipelineHandle
 
@@ -132,15 +131,10 @@ def without_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One block has some."""
-    answers, put = iter([True]), HostCopy._put
+    def none(num_bytes: int) -> torch.Tensor:
+        raise OSError("no pages")
 
-    def limited(copy: HostCopy, *args: Any) -> None:
-        if not next(answers, False):
-            raise OSError("no pages")
-        put(copy, *args)
-
-    monkeypatch.setattr(HostCopy, "_put", limited)
+    monkeypatch.setattr("wanshim.core.streaming.host_copy.of_this_process", none)
 
 
 def without_memory_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

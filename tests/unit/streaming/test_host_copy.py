@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +38,7 @@ def test_a_model_computes_the_same_bits_from_its_copy_and_is_as_before_afterward
     model = made()
     expected, identities = outputs(model), [id(p) for p in model.parameters()]
     copy = HostCopy.of(model, shared=shared)
+    copy.wait()
     places = [p.data_ptr() for p in model.parameters()]
     attached = compute_from(copy, model, CPU)
     assert all(map(torch.equal, outputs(model), expected))
@@ -66,6 +70,7 @@ def test_another_mapping_of_the_file_sees_the_same_weights() -> None:
 def test_weights_added_later_stay_on_the_device_and_replaced_ones_are_seen(shared: bool) -> None:
     model = made()
     copy = HostCopy.of(model, shared=shared)
+    copy.wait()
     model.blocks[0].register_parameter("added", nn.Parameter(torch.ones(2)))
     found = copy.layouts(model)
     assert found is not None
@@ -92,7 +97,7 @@ def test_weights_that_have_gone_leave_the_others(shared: bool) -> None:
 @either
 def test_a_file_of_one_weight_has_no_other(shared: bool, tmp_path: Path) -> None:
     model = made()
-    HostCopy.of(model, shared=shared)
+    HostCopy.of(model, shared=shared).wait()
     weight = model.blocks[0].base.weight
     torch.save(weight.detach(), tmp_path / "weight.pt")
     assert (tmp_path / "weight.pt").stat().st_size < weight.nbytes + 4096
@@ -116,12 +121,81 @@ def test_a_forked_process_has_no_memory_of_one_process() -> None:
     assert copy.descriptor == -1
 
 
+def slowly(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[int]]:
+    """Lets no block but the first come to its copy until the event is set; and the blocks that have begun to come."""
+    go_on, begun, put = threading.Event(), [], HostCopy._put
+
+    def late(copy: HostCopy, block: Any, begin: int) -> None:
+        begun.append(begin)
+        assert not begin or go_on.wait(60)
+        put(copy, block, begin)
+
+    monkeypatch.setattr(HostCopy, "_put", late)
+    return go_on, begun
+
+
+def test_a_model_computes_while_its_weights_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made()
+    expected, old = outputs(model), [p.data_ptr() for p in model.parameters()]
+    go_on, begun = slowly(monkeypatch)
+    copy = HostCopy.of(model, shared=False)
+    attached = compute_from(copy, model, CPU)
+    copy.wait(0)
+    reached: list[int] = []
+    for number, block in enumerate(model.blocks):
+        block.register_forward_pre_hook(lambda *_, number=number: reached.append(number))
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(outputs, model)
+        with pytest.raises(TimeoutError):
+            found.result(0.3)
+        assert reached == [0]  # computed, although the next one has not come
+        go_on.set()
+        assert all(map(torch.equal, found.result(60), expected))
+    attached.remove()
+    assert len(begun) == len(model.blocks)
+    assert all(map(torch.equal, outputs(model), expected))
+    assert all(copy.offset(p) is not None for p in model.blocks.parameters())
+    assert not {p.data_ptr() for p in model.blocks.parameters()} & set(old)
+
+
+def test_what_ends_before_all_have_come_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made()
+    expected = outputs(model)
+    go_on, _ = slowly(monkeypatch)
+    copy = HostCopy.of(model, shared=False)
+    attached = compute_from(copy, model, CPU)
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(attached.remove)
+        with pytest.raises(TimeoutError):
+            ended.result(0.3)
+        go_on.set()
+        ended.result(60)
+    assert all(copy.offset(p) is not None for p in model.blocks.parameters())
+    assert all(map(torch.equal, outputs(model), expected))
+
+
+def test_a_block_that_could_not_come_is_said_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made()
+
+    def fails(copy: HostCopy, block: Any, begin: int) -> None:
+        raise RuntimeError("not that one")
+
+    monkeypatch.setattr(HostCopy, "_put", fails)
+    copy = HostCopy.of(model, shared=False)
+    attached = compute_from(copy, model, CPU)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="not that one"):
+        model(data(0))
+    with pytest.raises(RuntimeError, match="not that one"):
+        attached.remove()
+
+
 def test_a_copy_of_one_process_becomes_one_that_others_map() -> None:
     model = made()
     expected = outputs(model)
     own = host_copy(model, shared=False)
     assert host_copy(model, shared=False) is own
     shared = host_copy(model, shared=True)
+    shared.wait()
     assert shared.descriptor >= 0
     assert host_copy(model, shared=False) is shared
     del own

@@ -41,7 +41,7 @@ def test_memory_of_a_gpu_is_locked_by_blocks_and_unlocked_when_nothing_lies_in_i
     handle = stream_model(model, GPU, count=4)
     begins = [block.begin for block in handle.ring.blocks]
     ((memory, parts, device),) = locked
-    assert memory is handle.ring.host
+    assert memory is handle.ring.host.memory
     assert [0, *parts] == begins
     assert [begin % PAGE for begin in begins] == [0] * 4
     assert device == GPU

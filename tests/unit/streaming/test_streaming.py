@@ -98,7 +98,7 @@ def test_remove_gives_back_a_model_of_its_own() -> None:
     assert stream_of(model) is stream_of(shallow) is None
     assert not [m for m in model.modules() if "_apply" in vars(m) or m._forward_pre_hooks]
     assert list(model.state_dict()) == before
-    handle.ring.host.zero_()
+    handle.ring.host.memory.zero_()
     assert all(map(torch.equal, expected, train(model)))
     model.load_state_dict(Model().state_dict())
 
@@ -357,7 +357,7 @@ def test_failure_to_place_the_rest_puts_everything_back(monkeypatch: pytest.Monk
     monkeypatch.setattr(stream, "Ring", fail)
     with pytest.raises(torch.OutOfMemoryError):
         stream_model(model, "cpu", count=4)
-    hosts.pop().zero_()
+    hosts.pop().memory.zero_()
     assert not [m for m in model.modules() if "_apply" in vars(m) or m._forward_pre_hooks]
     assert all(map(torch.equal, train(Model()), train(model)))
 

@@ -32,7 +32,8 @@ def host_copy(model: nn.Module, *, shared: bool) -> HostCopy:
     """
     known = _COPIES.get(model)
     if known is None or known.layouts(model) is None or (shared and known.descriptor < 0):
-        _COPIES.pop(model, None)
+        if known is not None:
+            _COPIES.pop(model).wait()
         known = _COPIES[model] = HostCopy.of(model, shared=shared)
     return known
 
@@ -108,6 +109,8 @@ class OwnStreams:
                     self._attached.add(partial(own.update, dict(own)))
                     own.clear()
             copy = None if bytes_when_streamed(module) is None else host_copy(module, shared=self._shared)
+            if copy is not None:
+                self._attached.add(copy.wait)
             moved()
             streams = compute_from(copy, module, self._device)
             self._attached.add(streams.remove)

@@ -13,7 +13,7 @@ import mmap
 import os
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -169,7 +169,10 @@ def populate(memory: torch.Tensor) -> bool:
 
 
 def page_lock(
-    memory: torch.Tensor, parts: Sequence[int] = (), device: torch.device | None = None
+    memory: torch.Tensor,
+    parts: Sequence[int] = (),
+    device: torch.device | None = None,
+    wait: Callable[[int], None] | None = None,
 ) -> weakref.finalize[Any, Any]:
     """Lock the pages of a contiguous host tensor for all GPUs; the result, called, unlocks them.
 
@@ -180,6 +183,7 @@ def page_lock(
         parts: where to begin anew, in bytes and whole pages, so that several threads lock at once. A copy must
             stay within one part.
         device: whose CUDA context is used; default: the current device's.
+        wait: called with the number of a part before it is locked.
     """
     runtime: Any = torch.cuda.cudart()
     address, size = memory.data_ptr(), memory.numel() * memory.element_size()
@@ -187,13 +191,16 @@ def page_lock(
     if device is None and torch.cuda.is_initialized():
         device = torch.device("cuda", torch.cuda.current_device())
 
-    def lock(begin: int, end: int) -> int:
+    def lock(part: int) -> int:
+        if wait is not None:
+            wait(part)
+        begin, end = bounds[part : part + 2]
         with torch.cuda.device(device) if device is not None else nullcontext():  # a thread begins on the first one
             return int(runtime.cudaHostRegister(address + begin, end - begin, _PORTABLE))
 
     # In threads that end: CUDA keeps an error for the thread it came to, and torch's next kernel there would raise it.
     with ThreadPoolExecutor(min(THREADS, len(bounds) - 1)) as pool:
-        errors = list(pool.map(lock, bounds[:-1], bounds[1:]))
+        errors = list(pool.map(lock, range(len(bounds) - 1)))
     locked = [address + begin for begin, error in zip(bounds, errors, strict=False) if not error]
     if any(errors):
         _warn_of_refusal(f"CUDA error {max(errors)} for {size / 2**30:.2f} GiB")

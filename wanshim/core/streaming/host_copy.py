@@ -7,7 +7,7 @@ import itertools
 import os
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -49,7 +49,9 @@ class HostCopy:
     def __init__(self, memory: torch.Tensor, bounds: Sequence[tuple[int, int]], descriptor: int = -1) -> None:
         self.number = next(_NUMBERS)
         self.memory, self.bounds, self.descriptor = memory, tuple(bounds), descriptor
-        self._elsewhere: Any = WeakIdKeyDictionary()  # offsets of weights that lie on a device, and here besides
+        # Offsets of weights that lie on a device, and here besides, and of those that are on their way.
+        self._elsewhere: Any = WeakIdKeyDictionary()
+        self._moves: list[Future[None]] = []  # of a block each
         self._locking: threading.Thread | None = None
 
     def __del__(self) -> None:
@@ -61,7 +63,8 @@ class HostCopy:
         """Move the weights of the model's blocks there. Those on a device stay on it, and are written by `write`.
 
         Args:
-            shared: other processes can map it, by its descriptor.
+            shared: other processes can map it, by its descriptor. Else the weights come in the background, block by
+                block: `wait` for them before anything but a `Ring` looks at the model.
 
         Raises:
             PlacementInvalid: no block has weights that can lie there.
@@ -77,17 +80,28 @@ class HostCopy:
         with room_for(size, f"the weights of {type(model).__name__}", added=added):
             descriptor = unnamed_file(size) if shared else -1
             made = cls(mapped(descriptor, size) if shared else of_this_process(size), bounds, descriptor)
-            inference = torch.is_inference_mode_enabled()  # of this thread
-
-            def move(block: Sequence[torch.Tensor], begin: int, end: int) -> None:
-                if shared:  # to write to pages that there are not would end the process
-                    populate(made.memory[begin:end])
-                with torch.inference_mode(inference):
-                    made._put(block, begin)
-
-            with ThreadPoolExecutor(MOVED_AT_ONCE) as pool:  # if one fails, the others stay as good
-                list(pool.map(move, found, *zip(*bounds, strict=True)))
+            made._move(found)
+            if shared:
+                made.wait()
         return made
+
+    def _move(self, found: Sequence[Sequence[torch.Tensor]]) -> None:
+        inference = torch.is_inference_mode_enabled()  # of this thread
+
+        def move(block: Sequence[torch.Tensor], begin: int, end: int) -> None:
+            if self.descriptor >= 0:  # to write to pages that there are not would end the process
+                populate(self.memory[begin:end])
+            with torch.inference_mode(inference):
+                self._put(block, begin)
+
+        with_bounds = [(block, *bounds) for block, bounds in zip(found, self.bounds, strict=True)]
+        for block, begin, _ in with_bounds:
+            for tensor in block:
+                self._elsewhere[tensor] = begin
+                begin += room(tensor)
+        pool = ThreadPoolExecutor(MOVED_AT_ONCE, "wanshim-move")  # if one fails, the others stay as good
+        self._moves = [pool.submit(move, *each) for each in with_bounds]
+        pool.shutdown(wait=False)
 
     def _put(self, block: Sequence[torch.Tensor], begin: int) -> None:
         for tensor in block:
@@ -95,9 +109,17 @@ class HostCopy:
                 place = self.view(tensor, begin)
                 place.copy_(tensor.detach())
                 tensor.data = place  # what it had is free now: few blocks lie here twice
-            else:
-                self._elsewhere[tensor] = begin
+                del self._elsewhere[tensor]
             begin += room(tensor)
+
+    def wait(self, at: int | None = None) -> None:
+        """Wait until the block of that index has come; None: all."""
+        for move in self._moves if at is None else self._moves[at : at + 1]:
+            move.result()
+
+    def has(self, at: int) -> bool:
+        """Whether the block of that index has come."""
+        return not self._moves or self._moves[at].done()
 
     def view(self, like: torch.Tensor, offset: int) -> torch.Tensor:
         """A dense tensor of that size, with a storage of its own: of several in one storage, a file would have all."""
@@ -116,11 +138,9 @@ class HostCopy:
 
     def offset(self, tensor: torch.Tensor) -> int | None:
         """The place of a weight, in bytes; None: it is not here."""
-        at = tensor.data_ptr() - self.memory.data_ptr()
-        if tensor.device.type == "cpu" and 0 <= at < self.memory.numel():
-            return at
         found: int | None = self._elsewhere.get(tensor)
-        return found
+        at = tensor.data_ptr() - self.memory.data_ptr()
+        return at if tensor.device.type == "cpu" and 0 <= at < self.memory.numel() else found
 
     def offsets(self, tensors: Sequence[torch.Tensor]) -> dict[int, int]:
         """The places of those tensors that are here, by their numbers."""
@@ -129,6 +149,7 @@ class HostCopy:
 
     def write(self, tensor: torch.Tensor) -> None:
         """Bring a weight that lies on a device up to date."""
+        self.wait()
         if tensor in self._elsewhere:
             self.view(tensor, self._elsewhere[tensor]).copy_(tensor.detach())
 
@@ -142,7 +163,9 @@ class HostCopy:
                 if (offset := self.offset(tensor)) is None:
                     elsewhere += tensor.nbytes
                 else:
-                    here.append(Weight(tensor, path, offset - begin, tensor.detach()))
+                    comes = tensor.device.type == "cpu" and tensor in self._elsewhere
+                    place = self.view(tensor, offset) if comes else tensor.detach()
+                    here.append(Weight(tensor, path, offset - begin, place))
             found.append(BlockWeights(number, tuple(here), begin, end - begin))
         return found if elsewhere <= _ELSEWHERE * self.memory.numel() else None
 
@@ -156,7 +179,7 @@ class HostCopy:
         if device.type != "cuda" or self._locking is not None:
             return
         self._locking = threading.Thread(
-            target=page_lock, args=(self.memory, self.parts, device), name="wanshim-lock", daemon=True
+            target=page_lock, args=(self.memory, self.parts, device, self.wait), name="wanshim-lock", daemon=True
         )
         self._locking.start()
 
@@ -184,12 +207,15 @@ def compute_from(copy: HostCopy | None, model: nn.Module, device: torch.device) 
     try:
         with torch.inference_mode(False):  # what a call in that mode sets must serve one without, too
             for tensor in tensors(model):
-                undo.add(partial(setattr, tensor, "data", tensor.data))
                 if id(tensor) not in waiting:
+                    undo.add(partial(setattr, tensor, "data", tensor.data))
                     tensor.data = tensor.data.to(device)
             if copy is not None:
+                for layout in layouts:
+                    undo.add(layout.wait)
+                undo.add(copy.wait)
                 copy.lock(device)
-                Ring(layouts, copy.memory, device, SLOTS).attach(find_blocks(model)[1], undo)
+                Ring(layouts, copy, device, SLOTS).attach(find_blocks(model)[1], undo)
     except BaseException:
         undo.remove()
         raise

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ from torch import nn
 from wanshim.core.streaming.block_weights import BlockWeights
 from wanshim.errors import WanshimError
 from wanshim.undo import Undo
+
+if TYPE_CHECKING:
+    from wanshim.core.streaming.host_copy import HostCopy
 
 
 @dataclass
@@ -38,7 +41,7 @@ class Slot:
 class Ring:
     """Blocks by their index among the streamed ones. Used by one thread at a time."""
 
-    def __init__(self, blocks: Sequence[BlockWeights], host: torch.Tensor, device: torch.device, slots: int) -> None:
+    def __init__(self, blocks: Sequence[BlockWeights], host: HostCopy, device: torch.device, slots: int) -> None:
         self.blocks = blocks
         self.host = host
         self.device = device
@@ -89,7 +92,8 @@ class Ring:
         return (index + 1) % len(self.blocks) if not torch.is_grad_enabled() else index + 1
 
     def _prefetch(self, index: int, current: int) -> None:
-        if 0 <= index < len(self.blocks) and self._holding(index) is None:
+        # To wait here for a block that is on its way to the host would hold the block at work.
+        if 0 <= index < len(self.blocks) and self._holding(index) is None and self.host.has(index):
             self._load(self._victim(current, index), index)
 
     def _holding(self, index: int) -> Slot | None:
@@ -104,7 +108,8 @@ class Ring:
         if slot.index is not None:
             self.blocks[slot.index].wait()
         block = self.blocks[index]
-        source, target = block.on(self.host), slot.memory[: block.num_bytes]
+        self.host.wait(index)
+        source, target = block.on(self.host.memory), slot.memory[: block.num_bytes]
         slot.index = index
         self.count.loads += 1
         self.count.loaded_bytes += block.num_bytes

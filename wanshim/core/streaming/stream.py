@@ -137,7 +137,7 @@ def stream_model(
         laps.end("weights written and compared")
         _guard_moves(model, layouts, attached)
         _move(model, target, undo)
-        ring = Ring(layouts, copy.memory, target, slots)
+        ring = Ring(layouts, copy, target, slots)
         laps.end("the rest moved")
     except BaseException as error:
         if shared is not None:
