@@ -1,15 +1,19 @@
-"""A user's script that knows nothing of wanshim: the 14B Wan transformer with random weights, three calls of two sizes.
+"""A user's script that knows nothing of wanshim: the 14B Wan transformer with random weights, three calls of two sizes,
+or one of the first size within each of several limits.
 
     python benchmarks/generate_script.py none 3
     wanshim generate --gpus 2 -- python benchmarks/generate_script.py none 3
     wanshim generate --gpus 1 --fast -- python benchmarks/generate_script.py none 3
     wanshim generate --gpus 1 -- python benchmarks/generate_script.py model 3 --limit 8
     wanshim generate --gpus 1 -- python benchmarks/generate_script.py group 3 --limit 8 --pair
+    wanshim generate --gpus 1 -- python benchmarks/generate_script.py model 2 --limit 8 8 14 16 24
+    wanshim generate --gpus 1 -- python benchmarks/generate_script.py model 2 --limit 14 --size 720x1280x81
 
 The first argument says how it offloads the transformer: none, model, or group, which is diffusers' with a stream; the
-second how many steps. `--pair` has both experts of Wan 2.2, `--compile` compiles their blocks, and `--limit` holds
-torch's allocator to so many GiB once the models are made. It prints, of each call, seconds, the digest of its frames
-and the peak in GiB of its own GPU; and the host memory of its process at the end, shared and locked.
+second how many steps. `--pair` has both experts of Wan 2.2, `--compile` compiles their blocks, `--limit` holds torch's
+allocator to so many GiB once the models are made, and `--size` is that of one call alone. It prints, of each call,
+seconds, the digest of its frames and the peak in GiB of its own GPU; and the host memory of its process at the end,
+shared and locked.
 """
 
 import argparse
@@ -71,7 +75,8 @@ parser.add_argument("offload", choices=("none", "model", "group"))
 parser.add_argument("steps", type=int)
 parser.add_argument("--pair", action="store_true")
 parser.add_argument("--compile", action="store_true")
-parser.add_argument("--limit", type=float)
+parser.add_argument("--limit", type=float, nargs="*", default=[])
+parser.add_argument("--size", type=lambda text: tuple(map(int, text.split("x"))))
 given = parser.parse_args()
 start = time.perf_counter()
 pipe = pipeline(given.offload, given.pair)
@@ -80,12 +85,18 @@ if given.compile:
         if getattr(pipe, name) is not None:
             getattr(pipe, name).compile_repeated_blocks(fullgraph=True)
 made_in = time.perf_counter() - start
-if given.limit:
-    torch.cuda.set_per_process_memory_fraction(given.limit * 2**30 / torch.cuda.get_device_properties(0).total_memory)
 seeded = torch.Generator().manual_seed(1)
 prompt, negative = (torch.randn(1, 512, 4096, generator=seeded).to("cuda", torch.bfloat16) for _ in range(2))
+sizes = SIZES if given.size is None else (given.size,)
+whole = torch.cuda.get_device_properties(0).total_memory
+planned = [(limit, sizes[0]) for limit in given.limit]
+if len(given.limit) < 2:
+    planned = [((*given.limit, None)[0], size) for size in sizes]
 calls = []
-for height, width, frames in SIZES:
+for limit, (height, width, frames) in planned:
+    if limit is not None:
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(limit * 2**30 / whole)
     torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
     video = pipe(
@@ -102,12 +113,13 @@ for height, width, frames in SIZES:
     torch.cuda.synchronize()
     seconds, peak = time.perf_counter() - start, torch.cuda.max_memory_allocated() / 2**30
     digest = hashlib.sha256(video.float().cpu().numpy()).hexdigest()[:12]
-    calls.append({"size": [height, width, frames], "seconds": seconds, "frames": digest, "peak_GiB": peak})
+    call = {"size": [height, width, frames], "limit_GiB": limit, "seconds": seconds, "frames": digest, "peak_GiB": peak}
+    calls.append(call)
+    print(json.dumps(call), flush=True)
 row = {
     "offload": given.offload,
     "pair": given.pair,
     "compile": given.compile,
-    "limit_GiB": given.limit,
     "made_s": made_in,
     "calls": calls,
 }
