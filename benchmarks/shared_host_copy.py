@@ -78,10 +78,10 @@ def pinned() -> float | None:
     return round(pages * 4096 / 2**30, 2)
 
 
-def measure(model: str, device: str) -> list[dict[str, Any]]:
+def measure(model: str, device: str, counts: list[int]) -> list[dict[str, Any]]:
     rows = []
     pipe = pipeline(model, device)
-    for processes in (1, 2):
+    for processes in counts:
         before = pinned()
         handle = wanshim.parallelize_pipeline(pipe, [str(pipe._execution_device)] * processes)
         calls = [called(pipe, model, device) for _ in range(2)]
@@ -105,10 +105,11 @@ def measure(model: str, device: str) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SIZES, default="14B")
+    parser.add_argument("--processes", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows = measure(given.model, device)
+    rows = measure(given.model, device, given.processes)
     gpu = torch.cuda.get_device_name() if device == "cuda" else device
     record = {"gpu": gpu, "torch": torch.__version__, **checkout.state(), "model": given.model, "rows": rows}
     if given.json:
