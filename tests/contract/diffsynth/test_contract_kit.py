@@ -115,7 +115,7 @@ CONTRACTS = (
             f"{DIT}:RMSNorm.forward": 8,
             f"{DIT}:rope_apply": 4,
         },
-        graph=f"{CALLS}:direct_forward_to_compile",
+        graph=f"{CALLS}:model_fn_to_compile",
         instance=f"{CALLS}:gate_and_norm",
         environment={"TRITON_INTERPRET": "1"},
     ),
