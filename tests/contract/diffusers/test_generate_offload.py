@@ -15,6 +15,7 @@ import wanshim
 from tests.contract import scripts
 from tests.contract.diffusers import offloading, wan_pipelines
 from wanshim.core.generation import shared_pipeline
+from wanshim.core.generation.host_streams import host_copy
 from wanshim.errors import ModelInvalid
 from wanshim.pipelines import PipelineHandle
 
@@ -214,12 +215,16 @@ def test_worker_without_room_streams_from_call_to_call(
         return wan_pipelines.generate(pipe, "wan", **changed)
 
     expected = [call(prompts=2), call(num_frames=9)]
-    monkeypatch.setattr(shared_pipeline.SharedPipeline, "used_by_worker", lambda *_, **__: 0)
-    monkeypatch.setattr(shared_pipeline, "available_bytes", lambda device: 8 * 2**20)
     handle = wanshim.parallelize_pipeline(pipe, gpus=2)
     request.addfinalizer(handle.remove)
     assert all(map(torch.equal, expected, [call(prompts=2), call(num_frames=9)]))
+    assert not handle.plan.streamed
+    assert host_copy(pipe.transformer, shared=False).descriptor == -1  # the worker has its own on its device
+    monkeypatch.setattr(shared_pipeline.SharedPipeline, "used_by_worker", lambda *_, **__: 0)
+    monkeypatch.setattr(shared_pipeline, "available_bytes", lambda device: 8 * 2**20)
+    assert all(map(torch.equal, expected, [call(prompts=2), call(num_frames=9)]))
     assert handle.plan.streamed
+    assert host_copy(pipe.transformer, shared=False).descriptor >= 0
     files = [weights_in(pid) for pid in (os.getpid(), *handle._shared.pids)]
     assert len(files) == 2
     assert files[0] & files[1], "both processes map one file"

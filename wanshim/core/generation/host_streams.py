@@ -44,7 +44,6 @@ class OwnStreams:
     Args:
         binding: of the call.
         device: on which they compute.
-        shared: other processes have copies of the models too.
         without_replacements: a context in which the script's objects have nothing of this call.
         placed: what is replaced, for that context: the last of each entry is what the script has there.
     """
@@ -53,17 +52,19 @@ class OwnStreams:
         self,
         binding: PipelineBinding,
         device: torch.device,
-        shared: bool,
         without_replacements: Callable[[], AbstractContextManager[object]],
         placed: list[tuple[Any, str, Any, dict[str, Any]]],
     ) -> None:
-        self._binding, self._device, self._shared, self._placed = binding, device, shared, placed
+        self._binding, self._device, self._placed = binding, device, placed
         self._without_replacements = without_replacements
         self._attached = Undo()
         self._models: list[nn.Module] = []
 
-    def begin(self, forward: Forward, models: list[nn.Module]) -> Callable[..., Any]:
+    def begin(self, forward: Forward, models: list[nn.Module], *, shared: bool) -> Callable[..., Any]:
         """Stream these models of a forward, and no others.
+
+        Args:
+            shared: workers stream them too.
 
         Returns:
             The function that computes it.
@@ -75,7 +76,7 @@ class OwnStreams:
             self.end()
             self._models = models
             for module in models:
-                self._attach(module)
+                self._attach(module, shared)
         owner, name = forward.owner, forward.attribute
         if any(owner is model for model in models):
             return getattr(type(owner), name).__get__(owner)
@@ -94,7 +95,7 @@ class OwnStreams:
             for model in models:
                 _COPIES.pop(model, None)
 
-    def _attach(self, module: nn.Module) -> None:
+    def _attach(self, module: nn.Module, shared: bool) -> None:
         offload = self._binding.offload
         assert offload is not None
         moved = offload.before(module)
@@ -108,7 +109,7 @@ class OwnStreams:
                 if owner is module:  # until then, what the script has there are hooks, which are off
                     self._attached.add(partial(own.update, dict(own)))
                     own.clear()
-            copy = None if bytes_when_streamed(module) is None else host_copy(module, shared=self._shared)
+            copy = None if bytes_when_streamed(module) is None else host_copy(module, shared=shared)
             if copy is not None:
                 self._attached.add(copy.wait)
             moved()

@@ -242,7 +242,7 @@ class _Call:
         self._waiting: tuple[Forward, Any, list[RemoteCall], Any] | None = None
         self.is_busy = False  # a worker computes a forward whose result nobody has
         self._has_ended = False
-        self._streams = OwnStreams(binding, devices[0], len(devices) > 1, self._without_replacements, self._placed)
+        self._streams = OwnStreams(binding, devices[0], self._without_replacements, self._placed)
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
@@ -328,7 +328,7 @@ class _Call:
         if not self._plan.replaces_offload:
             return own
         try:
-            compute = self._streams.begin(forward, forward.used(args, kwargs))
+            compute = self._streams.begin(forward, forward.used(args, kwargs), shared=self._plan.streamed)
         except Exception as error:  # the script's own offload is as it was
             self._streams.end()
             logger.warning("wanshim: %s keeps the script's offload: %s", self._binding.name, cause_of(error))
