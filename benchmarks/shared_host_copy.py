@@ -3,8 +3,9 @@
     python benchmarks/shared_host_copy.py --json benchmarks/results/shared_host_copy_1xH200.json
 
 Weights are random; the pipeline has `enable_model_cpu_offload()`. Calls are computed by one process, and by two that
-share guidance. Of each process: its resident host memory, and its proportional share of it, in which a page that two
-processes map counts half for each. `pinned_GiB` are pages that drivers have locked on the whole machine.
+share guidance; `--free` GiB of the GPU are left to them, so that both stream. Of each process: its resident host memory,
+and its proportional share of it, in which a page that two processes map counts half for each. `pinned_GiB` are pages
+that drivers have locked on the whole machine.
 """
 
 from __future__ import annotations
@@ -78,9 +79,12 @@ def pinned() -> float | None:
     return round(pages * 4096 / 2**30, 2)
 
 
-def measure(model: str, device: str, counts: list[int]) -> list[dict[str, Any]]:
+def measure(model: str, device: str, counts: list[int], free: float) -> list[dict[str, Any]]:
     rows = []
     pipe = pipeline(model, device)
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        held = torch.empty(int(torch.cuda.mem_get_info()[0] - free * 2**30), dtype=torch.uint8, device=device)
     for processes in counts:
         before = pinned()
         handle = wanshim.parallelize_pipeline(pipe, [str(pipe._execution_device)] * processes)
@@ -91,6 +95,7 @@ def measure(model: str, device: str, counts: list[int]) -> list[dict[str, Any]]:
             {
                 "processes": processes,
                 "guidance_over": handle.plan.guidance,
+                "worker_streams": handle.plan.streamed,
                 "calls": calls,
                 "host_GiB": own,
                 "sum_of_Pss_GiB": round(sum(each["Pss"] for each in own), 2),
@@ -99,6 +104,8 @@ def measure(model: str, device: str, counts: list[int]) -> list[dict[str, Any]]:
         )
         print(json.dumps(rows[-1]), flush=True)
         handle.remove()
+    if device == "cuda":
+        del held
     return rows
 
 
@@ -106,10 +113,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SIZES, default="14B")
     parser.add_argument("--processes", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--free", type=float, default=24, help="GiB")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows = measure(given.model, device, given.processes)
+    rows = measure(given.model, device, given.processes, given.free)
     gpu = torch.cuda.get_device_name() if device == "cuda" else device
     record = {"gpu": gpu, "torch": torch.__version__, **checkout.state(), "model": given.model, "rows": rows}
     if given.json:

@@ -143,6 +143,22 @@ def offload_table(name: str) -> str:
     return table(heads, lines, _where((name,), f" {found['steps']} steps, seconds with the decode."))
 
 
+def limits_table() -> str:
+    """Calls of one script, each within a limit of its own."""
+    found = result("generate_limits_2xH200")
+    alone = found["rows"][0]["calls"][0]["frames"]
+    lines = []
+    for row in found["rows"]:
+        command = re.sub(r"benchmarks/\w+\.py", "...", row["command"])
+        of_pair = "--pair" in command
+        for call in row["calls"]:
+            frames = "not compared" if of_pair else "equal" if call["frames"] == alone else "not equal"
+            cells = f"{call['limit_GiB']:.0f}", f"{call['seconds']:.1f}", f"{call['peak_GiB']:.2f}", frames
+            lines.append((f"`{command}`", *cells))
+    heads = "command | within GiB | seconds of a call | peak GiB | frames"
+    return table(heads, lines, _where(("generate_limits_2xH200",), f" {found['steps']} steps, with the decode."))
+
+
 def _frames(row: dict[str, Any], alone: dict[str, Any]) -> str:
     """Whether the frames of each call are those of the script alone."""
     pairs = zip(row["calls"], alone["calls"], strict=True)
