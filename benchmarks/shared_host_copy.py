@@ -3,9 +3,9 @@
     python benchmarks/shared_host_copy.py --json benchmarks/results/shared_host_copy_1xH200.json
 
 Weights are random; the pipeline has `enable_model_cpu_offload()`. Calls are computed by one process, and by two that
-share guidance; `--free` GiB of the GPU are left to them, so that both stream. Of each process: its resident host memory,
-and its proportional share of it, in which a page that two processes map counts half for each. `pinned_GiB` are pages
-that drivers have locked on the whole machine.
+share guidance; `--free` GiB of the GPU are left to them, so that both stream. Of each process: its resident host
+memory, and its proportional share of it, in which a page that two processes map counts half for each. `pinned_GiB` are
+pages that drivers have locked on the whole machine.
 """
 
 from __future__ import annotations
