@@ -103,9 +103,9 @@ class Activation:
     def switched(self, read: settings.Settings) -> dict[str, str]:
         """The features that a variable of their own switches on, with its name."""
         switches = {
-            name: read.sources[switch]
+            name: [read.sources[field] for field in on]
             for name, feature in self.known().features.items()
-            if (switch := feature.switch(read)) is not None
+            if (on := feature.switched(read))
         }
         return self._of_installed(switches)
 
@@ -114,12 +114,14 @@ class Activation:
         asked = set(filter(read.is_on, settings.PLANNING))
         return any(asked.intersection(self.known().features[name].switches) for name in selection.reasons)
 
-    def _of_installed(self, switches: dict[str, str]) -> dict[str, str]:
-        """A variable that frameworks share speaks of those that are installed, or of all where none is."""
+    def _of_installed(self, switches: dict[str, list[str]]) -> dict[str, str]:
+        """The first variable of each feature. One that frameworks share speaks of those that are installed, or of all
+        where none is."""
         known = self.known().features
         here = {name for name in switches if SourceTree.of_installed(known[name].framework).root is not None}
-        claimed = {switches[name] for name in here}
-        return {name: variable for name, variable in switches.items() if name in here or variable not in claimed}
+        claimed = {variable for name in here for variable in switches[name]}
+        own = {name: [each for each in found if name in here or each not in claimed] for name, found in switches.items()}
+        return {name: found[0] for name, found in own.items() if found}
 
     # -- changes -------------------------------------------------------------------------------------
 

@@ -491,6 +491,20 @@ def test_variable_that_frameworks_share_speaks_of_the_one_that_is_installed(
         wanshim.activate(strict=True)
 
 
+def test_variable_of_an_installed_feature_that_another_one_turns_on_too_asks_nothing_of_absent_frameworks(
+    wan: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seam = Seam("otherwan.vae:decode", ours, why="w", upstream="u", remove_when="r")
+    elsewhere = replace(DECODE, name="otherwan.decode", seams=(seam,), switched_on_by="compute")
+    here = replace(DECODE, switched_on_by=("vae_mode", "compute"))
+    frameworks = {"fakewan": wan.framework.framework, "otherwan": Framework("otherwan", "otherwan")}
+    catalog = Catalog(frameworks, {feature.name: feature for feature in (REPAIR, here, elsewhere)}, ())
+    monkeypatch.setattr(activation.CURRENT, "catalog", catalog)
+    monkeypatch.setenv("WANSHIM_VAE_MODE", "temporal")
+    monkeypatch.setenv("WANSHIM_COMPUTE", "float8")
+    assert states(wanshim.activate(strict=True))["otherwan.decode"] == "off"
+
+
 def test_framework_that_is_not_installed_is_quiet_under_auto_and_named_otherwise(
     wan: Fake, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -100,11 +100,11 @@ class Feature:
         """The Settings fields that turn it on."""
         return (self.switched_on_by,) if isinstance(self.switched_on_by, str) else self.switched_on_by
 
-    def switch(self, read: Settings) -> str | None:
-        """The Settings field that turns it on, or None."""
+    def switched(self, read: Settings) -> list[str]:
+        """The Settings fields that turn it on, the first of them first."""
         if self.along_with and not read.is_on(self.along_with):
-            return None
-        return next(filter(read.is_on, self.switches), None)
+            return []
+        return list(filter(read.is_on, self.switches))
 
     @property
     def framework(self) -> str:

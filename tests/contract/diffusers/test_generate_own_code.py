@@ -585,7 +585,7 @@ def test_subclass_whose_call_takes_other_arguments_is_served(monkeypatch: Patch)
     pipe.__class__ = Short
 
     class Taker:
-        device = pipe.device
+        _execution_device = pipe._execution_device
 
         def __call__(self, **arguments: Any) -> Any:
             return pipe(arguments)
