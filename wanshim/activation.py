@@ -120,7 +120,9 @@ class Activation:
         known = self.known().features
         here = {name for name in switches if SourceTree.of_installed(known[name].framework).root is not None}
         claimed = {variable for name in here for variable in switches[name]}
-        own = {name: [each for each in found if name in here or each not in claimed] for name, found in switches.items()}
+        own = {
+            name: [each for each in found if name in here or each not in claimed] for name, found in switches.items()
+        }
         return {name: found[0] for name, found in own.items() if found}
 
     # -- changes -------------------------------------------------------------------------------------

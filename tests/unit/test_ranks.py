@@ -1,0 +1,256 @@
+"""The launcher of ranks: what it starts, the status and the sentence of its end, and signals on their way. Small
+programs stand for a training; those of users are in tests/contract/test_run.py and tests/roads."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from wanshim.errors import WanshimError
+from wanshim.launch import ranks, start
+
+ROOT = Path(__file__).parents[2]
+BOUND_S = 60.0
+
+
+class Launched:
+    """The status with which the launcher ended, and what it and the ranks wrote on standard error."""
+
+    def __init__(self, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        self.folder, self._capfd = folder, capfd
+        self.status, self.said = -1, ""
+
+    def run(self, program: str, count: int = 2) -> Launched:
+        file = self.folder / "train.py"
+        file.write_text("import os, signal, sys, time\nrank = int(os.environ['RANK'])\n" + dedent(program))
+        self.status = ranks.run([sys.executable, str(file)], count, start.environment("none", gpus=count))
+        self.said = " ".join(self._capfd.readouterr().err.split())
+        return self
+
+    def until_there(self, *names: str) -> None:
+        end = time.monotonic() + BOUND_S
+        while not all((self.folder / name).exists() for name in names) and time.monotonic() < end:
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Launched:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return Launched(tmp_path, capfd)
+
+
+def test_each_rank_has_its_number_and_all_of_them_one_meeting(launched: Launched) -> None:
+    launched.run(
+        """
+        import json
+        names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
+        open(f"{rank}.json", "w").write(json.dumps([os.environ[name] for name in names]))
+        """,
+        count=3,
+    )
+    found = [json.loads((launched.folder / f"{rank}.json").read_text()) for rank in range(3)]
+    assert launched.status == 0
+    assert [each[:5] for each in found] == [[str(rank), str(rank), "3", "3", "127.0.0.1"] for rank in range(3)]
+    assert len({each[5] for each in found}) == 1
+
+
+@pytest.mark.parametrize(
+    ("ends", "status", "sentence"),
+    [
+        ("sys.exit(7)", 7, "rank 1 ended with exit status 7; its own output is above"),
+        ("os.kill(os.getpid(), 9)", 137, "rank 1 was ended by SIGKILL: out of host memory, or killed by hand"),
+        ("os.kill(os.getpid(), 15)", 143, "rank 1 was ended by SIGTERM"),
+    ],
+)
+def test_status_and_sentence_are_of_the_rank_that_failed(
+    launched: Launched, ends: str, status: int, sentence: str
+) -> None:
+    launched.run(f"if rank == 1:\n    {ends}\ntime.sleep(600)")
+    assert launched.status == status
+    assert launched.said.endswith(f"wanshim: {sentence}")
+
+
+def test_a_rank_that_was_killed_comes_before_another_s_error(launched: Launched) -> None:
+    """Both have ended when the launcher looks: the error may be a consequence, a kill is none."""
+    launched.run(
+        """
+        if rank == 1:
+            while not os.path.exists("0"):
+                time.sleep(0.01)
+            os.kill(int(open("0").read()), signal.SIGKILL)
+            raise ValueError("no clip")
+        open("part", "w").write(str(os.getpid()))
+        os.rename("part", "0")
+        time.sleep(600)
+        """
+    )
+    assert launched.status == 137
+    assert "wanshim: rank 0 was ended by SIGKILL" in launched.said
+
+
+def test_a_rank_that_hangs_in_its_end_is_ended_with_the_status_of_its_error(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "GRACE_S", 0.5)
+    began = time.monotonic()
+    launched.run(
+        """
+        import threading
+        threading.Thread(target=time.sleep, args=(600,)).start()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if rank == 1:
+            raise ValueError("no clip")
+        """
+    )
+    assert launched.status == 1
+    assert "ValueError: no clip" in launched.said
+    assert time.monotonic() - began < BOUND_S
+
+
+def test_a_stopped_rank_is_named_and_so_is_that_it_goes_on(launched: Launched) -> None:
+    def stop_and_resume() -> None:
+        launched.until_there("0", "1")
+        pid = int((launched.folder / "1").read_text())
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(4 * ranks.POLL_S)
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(4 * ranks.POLL_S)
+        (launched.folder / "done").touch()
+
+    other = threading.Thread(target=stop_and_resume)
+    other.start()
+    launched.run(
+        """
+        open(f"part{rank}", "w").write(str(os.getpid()))
+        os.rename(f"part{rank}", str(rank))
+        while not os.path.exists("done"):
+            time.sleep(0.02)
+        """
+    )
+    other.join()
+    assert launched.status == 0
+    stopped, resumed = "rank 1 was stopped by SIGSTOP, and the others wait for it", "rank 1 goes on"
+    assert launched.said.index(stopped) < launched.said.index(resumed)
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_hang_up_ends_the_ranks_unless_the_launcher_s_caller_ignores_it(launched: Launched, ignored: bool) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+
+    def hang_up() -> None:
+        launched.until_there("0", "1")
+        os.kill(os.getpid(), signal.SIGHUP)
+        time.sleep(4 * ranks.POLL_S)
+        (launched.folder / "done").touch()
+
+    other = threading.Thread(target=hang_up)
+    other.start()
+    try:
+        launched.run(
+            """
+            open(str(rank), "w").close()
+            while not os.path.exists("done") or os.getppid() == 1:
+                time.sleep(0.02)
+            """
+        )
+    finally:
+        other.join()
+        signal.signal(signal.SIGHUP, before)
+    assert launched.status == (0 if ignored else 128 + signal.SIGHUP)
+    assert ("ended by SIGHUP, with all ranks" in launched.said) is not ignored
+
+
+def test_a_command_in_which_wanshim_is_not_starts_no_other_rank(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ranks.run(["/bin/sh", "-c", "echo once >> count"], 2, start.environment("none", gpus=2)) == 2
+    assert (launched.folder / "count").read_text() == "once\n"
+    monkeypatch.setattr(ranks, "UNREACHED_S", 0.2)
+    program = "import time; open('isolated', 'w').close(); time.sleep(600)"
+    assert ranks.run(["/bin/sh", "-c", f'{sys.executable} -I -c "{program}"; true'], 2, os.environ) == 2
+    assert (launched.folder / "isolated").exists()
+
+
+@pytest.mark.parametrize(("count", "threads"), [(1, len(os.sched_getaffinity(0))), (10_000, 1)])
+def test_threads_of_a_rank_are_its_share_of_the_cores(
+    count: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert ranks._meeting(count)["OMP_NUM_THREADS"] == str(threads)
+
+
+def test_a_program_that_cannot_be_executed_is_named(launched: Launched) -> None:
+    program = launched.folder / "train"
+    program.write_text("#!/no/such/program\n")
+    program.chmod(0o755)
+    with pytest.raises(WanshimError, match=r"train cannot be executed: its first line '#!/no/such/program' names"):
+        ranks.run([str(program)], 2, start.environment("none", gpus=2))
+    program.write_text("true\n")
+    with pytest.raises(WanshimError, match="train cannot be executed: Exec format error"):
+        ranks.run([str(program)], 2, start.environment("none", gpus=2))
+
+
+ALONE = """
+import os, sys
+from wanshim.launch import ranks, start
+watched, *command = sys.argv[1:]
+status = ranks.run_alone(command, start.environment("none"), watched=watched == "watched")
+print("nothing of this is read", flush=True)
+sys.stderr.write(f"stdin {os.read(0, 9)}\\n")
+sys.exit(status)
+"""
+
+
+def alone(watched: bool, *command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", ALONE, "watched" if watched else "", *command],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        input="for the program",
+        capture_output=True,
+        text=True,
+        timeout=BOUND_S,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_one_process_has_the_standard_streams_for_itself_and_its_status(watched: bool) -> None:
+    done = alone(watched, "/bin/sh", "-c", "cat; exit 5")
+    assert (done.returncode, done.stdout) == (5, "for the program")
+    assert "stdin b''" in done.stderr
+    assert ("no Python process of this command" in done.stderr) is watched
+
+
+def test_one_process_that_wanshim_is_in_is_not_said_to_be_missed() -> None:
+    done = alone(True, sys.executable, "-c", "print('here')")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "here\n", "stdin b''\n")
+
+
+def test_the_launcher_of_one_process_ends_by_the_signal_that_ended_it() -> None:
+    assert alone(False, "/bin/sh", "-c", "kill -TERM $$").returncode == -signal.SIGTERM
+
+
+def test_a_signal_reaches_the_one_process() -> None:
+    program = "trap 'exit 9' USR1; echo ready; while :; do sleep 0.05; done"
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", ALONE, "", "/bin/sh", "-c", program],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert launcher.stdout is not None
+    assert launcher.stdout.readline() == b"ready\n"
+    launcher.send_signal(signal.SIGUSR1)
+    assert launcher.wait(BOUND_S) == 9
+    launcher.stdout.close()
