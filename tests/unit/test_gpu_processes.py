@@ -92,9 +92,7 @@ def test_fast_asks_for_a_feature_that_is_faster_where_something_is_to_be(monkeyp
         pytest.skip("diffusers is not installed")
     only = "none,diffusers.generate"
     assert settings_of_generation(COMMAND, 2, only).generate is not None
-    with pytest.raises(
-        FeatureUnavailable, match="--fast, and no selected feature makes a forward of generation faster"
-    ):
+    with pytest.raises(FeatureUnavailable, match="--fast, and no selected feature makes a forward"):
         settings_of_generation(COMMAND, 2, only, fast=True)
     monkeypatch.setenv("WANSHIM_COMPILE", "off")
     monkeypatch.setenv("WANSHIM_COMPUTE", "off")
@@ -106,5 +104,5 @@ def test_what_starts_processes_itself_is_not_started_for_each_gpu(
     command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    with pytest.raises(WanshimError, match="which starts processes itself|a shell script, would run each of its steps"):
+    with pytest.raises(WanshimError, match=r"which starts processes itself|a shell script, would run each"):
         settings_of_ranks(command.split(), 2, "none")
