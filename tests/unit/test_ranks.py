@@ -80,22 +80,15 @@ def test_status_and_sentence_are_of_the_rank_that_failed(
     assert launched.said.endswith(f"wanshim: {sentence}")
 
 
-def test_a_rank_that_was_killed_comes_before_another_s_error(launched: Launched) -> None:
-    """Both have ended when the launcher looks: the error may be a consequence, a kill is none."""
-    launched.run(
-        """
-        if rank == 1:
-            while not os.path.exists("0"):
-                time.sleep(0.01)
-            os.kill(int(open("0").read()), signal.SIGKILL)
-            raise ValueError("no clip")
-        open("part", "w").write(str(os.getpid()))
-        os.rename("part", "0")
-        time.sleep(600)
-        """
-    )
-    assert launched.status == 137
-    assert "wanshim: rank 0 was ended by SIGKILL" in launched.said
+def test_a_rank_that_was_killed_comes_before_another_s_error(tmp_path: Path) -> None:
+    """The error may be a consequence, a kill is none."""
+    ended = [subprocess.Popen(["/bin/sh", "-c", command]) for command in ("exit 1", "kill -9 $$", "exit 2")]
+    assert [process.wait() for process in ended] == [1, -signal.SIGKILL, 2]
+    found = [ranks.Rank(number, process, tmp_path / str(number)) for number, process in enumerate(ended)]
+    found[0].failure.write_text("{}")
+    assert all(rank.has_failed for rank in found)
+    assert [rank.number for rank in sorted(found, key=lambda rank: rank.failed_at)] == [1, 0, 2]
+    assert [rank.status for rank in found] == [1, 137, 2]
 
 
 def test_a_rank_that_hangs_in_its_end_is_ended_with_the_status_of_its_error(
@@ -189,15 +182,16 @@ def test_threads_of_a_rank_are_its_share_of_the_cores(
     assert ranks._meeting(count)["OMP_NUM_THREADS"] == str(threads)
 
 
-def test_a_program_that_cannot_be_executed_is_named(launched: Launched) -> None:
+def test_a_program_that_cannot_be_executed_is_named(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
     program = launched.folder / "train"
     program.write_text("#!/no/such/program\n")
     program.chmod(0o755)
     with pytest.raises(WanshimError, match=r"train cannot be executed: its first line '#!/no/such/program' names"):
         ranks.run([str(program)], 2, start.environment("none", gpus=2))
     program.write_text("true\n")
-    with pytest.raises(WanshimError, match="train cannot be executed: Exec format error"):
-        ranks.run([str(program)], 2, start.environment("none", gpus=2))
+    monkeypatch.setenv("PATH", str(launched.folder))
+    with pytest.raises(WanshimError, match=f"{program} cannot be executed: Exec format error"):
+        ranks.run(["train"], 2, start.environment("none", gpus=2))
 
 
 ALONE = """
