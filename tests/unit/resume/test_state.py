@@ -305,3 +305,11 @@ def test_fingerprint_sees_values_where_asked() -> None:
     assert fingerprint([("w", one)], values=False) == fingerprint([("w", other)], values=False)
     assert fingerprint([("w", one)], values=True) != fingerprint([("w", other)], values=True)
     assert fingerprint([("w", one)], values=False) != fingerprint([("w", one.double())], values=False)
+
+
+def test_long_values_of_a_table_are_cut() -> None:
+    whole, cut = "x" * 48, "y" * 49
+    said = table({"whole": (whole, None), "cut": (cut, None)})
+    assert whole in said
+    assert f"{'y' * 45}..." in said
+    assert "y" * 46 not in said
