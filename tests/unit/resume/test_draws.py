@@ -123,11 +123,11 @@ class Drawing(Dataset[float]):
 class Run:
     """A training that loads a batch before it trains the one before it, as accelerate's loader does."""
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, size: int = 2) -> None:
         torch.manual_seed(SEED)
         random.seed(SEED)
         self.dataset = Drawing()
-        self.loader: DataLoader[float] = DataLoader(self.dataset, 2, num_workers=workers)
+        self.loader: DataLoader[float] = DataLoader(self.dataset, size, num_workers=workers)
         self.order = Order(self.loader)
         self.states: list[tuple[dict[str, Any], str, str]] = []  # behind each batch
 
@@ -164,6 +164,12 @@ def test_resumed_epoch_has_the_batches_and_draws_of_the_whole_one(workers: int, 
     if not workers:
         assert resumed.dataset.loaded == list(range(2 * first, 14))  # nothing before it was loaded
     assert (resumed.order.base, len(resumed.loader)) == (first - first % workers if workers else first, 7)
+
+
+def test_resumed_epoch_of_batches_of_one_sample_goes_on_with_its_workers() -> None:
+    whole, resumed = Run(2, size=1), Run(2, size=1)
+    expected = list(whole.train(0, {}, "", ""))
+    assert list(resumed.train(3, *whole.states[2])) == expected[3:]
 
 
 def test_an_epoch_behind_a_resumed_one_begins_anew() -> None:

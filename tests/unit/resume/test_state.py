@@ -172,9 +172,11 @@ def test_full_disk_keeps_the_last_state_and_names_the_bytes(
 def test_writer_copies_before_it_returns(tmp_path: Path) -> None:
     weight = torch.ones(1000)
     writer = StateWriter(tmp_path)
+    assert (writer.written, writer.busy) == (0, False)
     writer.write(1, {}, {"weight": weight})
     weight.zero_()
     writer.finish()
+    assert (writer.written, writer.busy) == (1, False)
     assert torch.equal(read_state(tmp_path / "step-00000001.safetensors").tensors["weight"], torch.ones(1000))
 
 
