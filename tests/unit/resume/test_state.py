@@ -27,7 +27,15 @@ from wanshim.core.resume.state import (
     read_state,
     write_state,
 )
-from wanshim.core.resume.tree import attributes, content, flatten, rebuild, restore_attributes, restore_optimizer
+from wanshim.core.resume.tree import (
+    attributes,
+    check_restored,
+    content,
+    flatten,
+    rebuild,
+    restore_attributes,
+    restore_optimizer,
+)
 from wanshim.core.resume.writer import StateWriter
 from wanshim.errors import ResumeInvalid
 
@@ -315,3 +323,21 @@ def test_long_values_of_a_table_are_cut() -> None:
     assert whole in said
     assert f"{'y' * 45}..." in said
     assert "y" * 46 not in said
+
+
+def test_tensor_on_the_other_kind_of_device_is_a_difference_where_devices_count() -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    described = flatten({"a": torch.ones(2)}, "state", tensors)
+    elsewhere = json.loads(json.dumps(described).replace('"cpu": true', '"cpu": false'))
+    check_restored({"a": torch.ones(2)}, elsewhere, tensors, "optimizer")
+    check_restored({"a": torch.ones(2)}, described, tensors, "optimizer", devices=True)
+    with pytest.raises(ResumeInvalid, match="the optimizer has other entries"):
+        check_restored({"a": torch.ones(2)}, elsewhere, tensors, "optimizer", devices=True)
+
+
+def test_saved_tensor_comes_to_the_optimizer_s_device_or_to_the_host_if_it_was_there() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2, device="meta"))], lr=0.1)
+    tensors: dict[str, torch.Tensor] = {}
+    described = flatten({"host": torch.ones(2), "device": torch.ones(2, device="meta")}, "attributes", tensors)
+    restore_attributes(optimizer, described, {name: torch.ones(2) for name in tensors})
+    assert (vars(optimizer)["host"].device.type, vars(optimizer)["device"].device.type) == ("cpu", "meta")
