@@ -327,7 +327,7 @@ def test_long_values_of_a_table_are_cut() -> None:
 
 def test_tensor_on_the_other_kind_of_device_is_a_difference_where_devices_count() -> None:
     tensors: dict[str, torch.Tensor] = {}
-    described = flatten({"a": torch.ones(2)}, "state", tensors)
+    described = flatten({"a": torch.ones(2)}, "optimizer", tensors)
     elsewhere = json.loads(json.dumps(described).replace('"cpu": true', '"cpu": false'))
     check_restored({"a": torch.ones(2)}, elsewhere, tensors, "optimizer")
     check_restored({"a": torch.ones(2)}, described, tensors, "optimizer", devices=True)
