@@ -15,6 +15,12 @@ from wanshim.launch.interpreter_options import is_python, is_shell, not_found, n
     [
         ("-I train.py", "-I"),
         ("-uE train.py", "-E"),
+        ("-sE train.py", "-E"),
+        ("-X dev -S -m train", "-S"),
+        ("-W ignore train.py", ""),
+        ("-WIgnore train.py -I", ""),
+        ("-uc print() -S", ""),
+        ("train.py -E", ""),
         ("-W error -S train.py", "-S"),
         ("-Werror -S train.py", "-S"),
         ("-X dev -X faulthandler -I train.py", "-I"),

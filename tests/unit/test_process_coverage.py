@@ -12,7 +12,6 @@ import pytest
 from wanshim import settings
 from wanshim.doctor import diagnosis, process_coverage
 from wanshim.doctor.process_coverage import TABLE, Environment, findings
-from wanshim.launch.interpreter_options import skipping_option
 
 SOUND = Environment(
     variables={"VLLM_PLUGINS": "other,wanshim"},
@@ -98,20 +97,3 @@ def test_ray_cluster_of_a_file_that_anybody_could_have_made(
     monkeypatch.setattr(process_coverage, "RAY_CURRENT_CLUSTER", tmp_path / "cluster")
     make(tmp_path / "cluster")
     assert process_coverage._ray_cluster() == found
-
-
-@pytest.mark.parametrize(
-    ("command", "option"),
-    [
-        ("-I train.py", "-I"),
-        ("-sE train.py", "-E"),
-        ("-X dev -S -m train", "-S"),
-        ("-W ignore train.py", ""),
-        ("-WIgnore train.py -I", ""),
-        ("-uc print() -S", ""),
-        ("train.py -E", ""),
-        ("", ""),
-    ],
-)
-def test_option_is_read_as_python_reads_it(command: str, option: str) -> None:
-    assert skipping_option(command.split()) == option

@@ -10,8 +10,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
 
@@ -19,7 +21,30 @@ from wanshim.errors import WanshimError
 from wanshim.launch import ranks, start
 
 ROOT = Path(__file__).parents[2]
-BOUND_S = 60.0
+BOUND_S = 60.0  # for a machine under load
+# Written at once, under its name only when it is whole.
+PROGRAM = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+with open("pids.part", "w") as file:
+    file.write(f"{os.getpid()} {child.pid}")
+os.rename("pids.part", "pids")
+time.sleep(600)
+"""
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def until(ready: Callable[[], bool]) -> bool:
+    end = time.monotonic() + BOUND_S
+    while not ready() and time.monotonic() < end:
+        time.sleep(0.02)
+    return ready()
 
 
 class Launched:
@@ -36,10 +61,8 @@ class Launched:
         self.said = " ".join(self._capfd.readouterr().err.split())
         return self
 
-    def until_there(self, *names: str) -> None:
-        end = time.monotonic() + BOUND_S
-        while not all((self.folder / name).exists() for name in names) and time.monotonic() < end:
-            time.sleep(0.02)
+    def has(self, *names: str) -> bool:
+        return all((self.folder / name).exists() for name in names)
 
 
 @pytest.fixture
@@ -47,6 +70,14 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capt
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     return Launched(tmp_path, capfd)
+
+
+@pytest.fixture
+def pids(launched: Launched) -> Iterator[Path]:
+    yield launched.folder / "pids"
+    for pid in map(int, (launched.folder / "pids").read_text().split()):
+        if is_running(pid):
+            os.kill(pid, 9)
 
 
 def test_each_rank_has_its_number_and_all_of_them_one_meeting(launched: Launched) -> None:
@@ -112,7 +143,7 @@ def test_a_rank_that_hangs_in_its_end_is_ended_with_the_status_of_its_error(
 
 def test_a_stopped_rank_is_named_and_so_is_that_it_goes_on(launched: Launched) -> None:
     def stop_and_resume() -> None:
-        launched.until_there("0", "1")
+        until(lambda: launched.has("0", "1"))
         pid = int((launched.folder / "1").read_text())
         os.kill(pid, signal.SIGSTOP)
         time.sleep(4 * ranks.POLL_S)
@@ -141,7 +172,7 @@ def test_a_hang_up_ends_the_ranks_unless_the_launcher_s_caller_ignores_it(launch
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
 
     def hang_up() -> None:
-        launched.until_there("0", "1")
+        until(lambda: launched.has("0", "1"))
         os.kill(os.getpid(), signal.SIGHUP)
         time.sleep(4 * ranks.POLL_S)
         (launched.folder / "done").touch()
@@ -172,6 +203,27 @@ def test_a_command_in_which_wanshim_is_not_starts_no_other_rank(
     program = "import time; open('isolated', 'w').close(); time.sleep(600)"
     assert ranks.run(["/bin/sh", "-c", f'{sys.executable} -I -c "{program}"; true'], 2, os.environ) == 2
     assert (launched.folder / "isolated").exists()
+
+
+def test_ranks_and_their_children_are_gone_if_a_later_rank_cannot_be_started(
+    pids: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (pids.parent / "train.py").write_text(PROGRAM)
+    begin, started = ranks._start, list[Any]()
+
+    def second_fails(*args: Any, **kwargs: Any) -> Any:
+        if started:
+            assert until(pids.exists)
+            raise OSError(12, "Cannot allocate memory")
+        started.append(begin(*args, **kwargs))
+        return started[0]
+
+    monkeypatch.setattr(ranks, "_start", second_fails)
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        ranks.run([sys.executable, "train.py"], 2, start.environment("none", gpus=2))
+    rank, child = map(int, pids.read_text().split())
+    assert until(lambda: not is_running(rank))
+    assert until(lambda: not is_running(child))
 
 
 @pytest.mark.parametrize(("count", "threads"), [(1, len(os.sched_getaffinity(0))), (10_000, 1)])
