@@ -121,14 +121,14 @@ def test_a_forked_process_has_no_memory_of_one_process() -> None:
     assert copy.descriptor == -1
 
 
-def slowly(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[int]]:
+def slowly(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[Any]]:
     """Lets no block but the first come to its copy until the event is set; and the blocks that have begun to come."""
-    go_on, begun, put = threading.Event(), [], HostCopy._put
+    go_on, begun, put = threading.Event(), list[Any](), HostCopy._put
 
-    def late(copy: HostCopy, block: Any, begin: int) -> None:
-        begun.append(begin)
+    def late(copy: HostCopy, block: Any) -> None:
+        begun.append(begin := copy.offset(block[0]))
         assert not begin or go_on.wait(60)
-        put(copy, block, begin)
+        put(copy, block)
 
     monkeypatch.setattr(HostCopy, "_put", late)
     return go_on, begun
@@ -177,7 +177,7 @@ def test_what_ends_before_all_have_come_waits_for_them(monkeypatch: pytest.Monke
 def test_a_block_that_could_not_come_is_said_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = made()
 
-    def fails(copy: HostCopy, block: Any, begin: int) -> None:
+    def fails(copy: HostCopy, block: Any) -> None:
         raise RuntimeError("not that one")
 
     monkeypatch.setattr(HostCopy, "_put", fails)

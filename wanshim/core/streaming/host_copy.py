@@ -92,25 +92,23 @@ class HostCopy:
             if self.descriptor >= 0:  # to write to pages that there are not would end the process
                 populate(self.memory[begin:end])
             with torch.inference_mode(inference):
-                self._put(block, begin)
+                self._put(block)
 
-        with_bounds = [(block, *bounds) for block, bounds in zip(found, self.bounds, strict=True)]
-        for block, begin, _ in with_bounds:
+        for block, (offset, _) in zip(found, self.bounds, strict=True):
             for tensor in block:
-                self._elsewhere[tensor] = begin
-                begin += room(tensor)
+                self._elsewhere[tensor] = offset
+                offset += room(tensor)
         pool = ThreadPoolExecutor(MOVED_AT_ONCE, "wanshim-move")  # if one fails, the others stay as good
-        self._moves = [pool.submit(move, *each) for each in with_bounds]
+        self._moves = [pool.submit(move, block, *bounds) for block, bounds in zip(found, self.bounds, strict=True)]
         pool.shutdown(wait=False)
 
-    def _put(self, block: Sequence[torch.Tensor], begin: int) -> None:
+    def _put(self, block: Sequence[torch.Tensor]) -> None:
         for tensor in block:
             if tensor.device.type == "cpu":
-                place = self.view(tensor, begin)
+                place = self.view(tensor, self._elsewhere[tensor])
                 place.copy_(tensor.detach())
                 tensor.data = place  # what it had is free now: few blocks lie here twice
                 del self._elsewhere[tensor]
-            begin += room(tensor)
 
     def wait(self, at: int | None = None) -> None:
         """Wait until the block of that index has come; None: all."""
@@ -138,7 +136,7 @@ class HostCopy:
 
     def offset(self, tensor: torch.Tensor) -> int | None:
         """The place of a weight, in bytes; None: it is not here."""
-        found: int | None = self._elsewhere.get(tensor)
+        found: int | None = self._elsewhere.get(tensor)  # before its place, which another thread may set meanwhile
         at = tensor.data_ptr() - self.memory.data_ptr()
         return at if tensor.device.type == "cpu" and 0 <= at < self.memory.numel() else found
 
