@@ -18,6 +18,7 @@ shared and locked.
 
 import argparse
 import hashlib
+import itertools
 import json
 import time
 from pathlib import Path
@@ -89,11 +90,9 @@ seeded = torch.Generator().manual_seed(1)
 prompt, negative = (torch.randn(1, 512, 4096, generator=seeded).to("cuda", torch.bfloat16) for _ in range(2))
 sizes = SIZES if given.size is None else (given.size,)
 whole = torch.cuda.get_device_properties(0).total_memory
-planned = [(limit, sizes[0]) for limit in given.limit]
-if len(given.limit) < 2:
-    planned = [((*given.limit, None)[0], size) for size in sizes]
+limits = given.limit or [None]
 calls = []
-for limit, (height, width, frames) in planned:
+for limit, (height, width, frames) in itertools.product(limits, sizes if len(limits) == 1 else sizes[:1]):
     if limit is not None:
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(limit * 2**30 / whole)

@@ -14,52 +14,25 @@ import argparse
 import hashlib
 import json
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import checkout
+import generate_arm
 import psutil
 import torch
-from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
 
 import wanshim
 
-SIZES = {"14B": (40, 40, 13824, 480, 832, 81), "tiny": (2, 4, 64, 32, 32, 5)}  # heads, blocks, ffn, and the video
+VIDEOS = {"14B": (480, 832, 81), "tiny": (32, 32, 5)}  # height, width and frames
 
 
-def pipeline(model: str, device: str) -> WanPipeline:
-    heads, blocks, ffn, *_ = SIZES[model]
-    torch.set_default_dtype(torch.bfloat16)
-    torch.manual_seed(0)
-    with torch.device(device):
-        transformer = WanTransformer3DModel(num_attention_heads=heads, num_layers=blocks, ffn_dim=ffn).eval()
-        vae = AutoencoderKLWan().eval()
-    torch.set_default_dtype(torch.float32)
-    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0)
-    pipe = WanPipeline(
-        tokenizer=None, text_encoder=None, transformer=transformer.to("cpu"), vae=vae, scheduler=scheduler
-    )
-    pipe.set_progress_bar_config(disable=True)
-    if device == "cuda":
-        pipe.enable_model_cpu_offload()
-    return pipe
-
-
-def called(pipe: WanPipeline, model: str, device: str) -> dict[str, Any]:
-    *_, height, width, frames = SIZES[model]
-    seeded = torch.Generator().manual_seed(1)
-    prompt, negative = (torch.randn(1, 512, 4096, generator=seeded).to(device, torch.bfloat16) for _ in range(2))
+def timed(call: Callable[[], torch.Tensor | None]) -> dict[str, Any]:
     start = time.perf_counter()
-    video = pipe(
-        prompt_embeds=prompt,
-        negative_prompt_embeds=negative,
-        height=height,
-        width=width,
-        num_frames=frames,
-        num_inference_steps=2,
-        generator=torch.Generator().manual_seed(2),
-        output_type="pt",
-    ).frames
+    video = call()
+    assert video is not None
     digest = hashlib.sha256(video.float().cpu().numpy()).hexdigest()[:12]
     return {"seconds": round(time.perf_counter() - start, 2), "frames": digest}
 
@@ -79,16 +52,18 @@ def pinned() -> float | None:
     return round(pages * 4096 / 2**30, 2)
 
 
-def measure(model: str, device: str, counts: list[int], free: float) -> list[dict[str, Any]]:
+def measure(job: generate_arm.Job, counts: list[int], free: float) -> list[dict[str, Any]]:
     rows = []
-    pipe = pipeline(model, device)
-    if device == "cuda":
+    pipe = generate_arm.pipeline(job, generate_arm.transformer(job).to("cpu"))
+    call = partial(generate_arm.caller(job, pipe, decode=True), job.frames, job.steps)
+    if job.device.type == "cuda":
+        pipe.enable_model_cpu_offload()
         torch.cuda.empty_cache()
-        held = torch.empty(int(torch.cuda.mem_get_info()[0] - free * 2**30), dtype=torch.uint8, device=device)
+        held = torch.empty(int(torch.cuda.mem_get_info()[0] - free * 2**30), dtype=torch.uint8, device=job.device)
     for processes in counts:
         before = pinned()
         handle = wanshim.parallelize_pipeline(pipe, [str(pipe._execution_device)] * processes)
-        calls = [called(pipe, model, device) for _ in range(2)]
+        calls = [timed(call) for _ in range(2)]
         own = [host(each.pid) for each in (psutil.Process(), *psutil.Process().children(recursive=True))]
         after = pinned()
         rows.append(
@@ -104,22 +79,21 @@ def measure(model: str, device: str, counts: list[int], free: float) -> list[dic
         )
         print(json.dumps(rows[-1]), flush=True)
         handle.remove()
-    if device == "cuda":
+    if job.device.type == "cuda":
         del held
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=SIZES, default="14B")
+    parser.add_argument("--model", choices=VIDEOS, default="14B")
     parser.add_argument("--processes", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--free", type=float, default=24, help="GiB")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows = measure(given.model, device, given.processes, given.free)
-    gpu = torch.cuda.get_device_name() if device == "cuda" else device
-    record = {"gpu": gpu, "torch": torch.__version__, **checkout.state(), "model": given.model, "rows": rows}
+    job = generate_arm.Job("alone", given.model, *VIDEOS[given.model], steps=2, ranks=1, rank=0, folder="")
+    rows = measure(job, given.processes, given.free)
+    record = {**generate_arm.versions(), **checkout.state(), "model": given.model, "rows": rows}
     if given.json:
         given.json.write_text(json.dumps(record, indent=1) + "\n")
 
