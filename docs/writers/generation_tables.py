@@ -73,7 +73,8 @@ def blocks_table() -> str:
         )
         for row in rows.values()
     ]
-    gpus, commits = {f"{r['gpu']}, torch {r['torch']}" for r in records}, ", ".join(map(commit_of, records))
+    gpus = {f"{r['gpu']}, torch {r['torch']}" for r in records}
+    commits = ", ".join(dict.fromkeys(map(commit_of, records)))
     where = f"{' and '.join(gpus)}, Wan 14B and Qwen-Image 20B, bf16, commits {commits}."
     return table("framework | video | seconds alone | with wanshim | | values", lines, where)
 
@@ -156,7 +157,9 @@ def limits_table() -> str:
             cells = f"{call['limit_GiB']:.0f}", f"{call['seconds']:.1f}", f"{call['peak_GiB']:.2f}", frames
             lines.append((f"`{command}`", *cells))
     heads = "command | within GiB | seconds of a call | peak GiB | frames"
-    return table(heads, lines, _where(("generate_limits_2xH200",), f" {found['steps']} steps, with the decode."))
+    commits = " and ".join(dict.fromkeys(map(commit_of, found["rows"])))
+    where = f"{found['gpu']}, torch {found['torch']}, diffusers {found['diffusers']}, commits {commits}."
+    return table(heads, lines, f"{where} {found['steps']} steps, with the decode.")
 
 
 def _frames(row: dict[str, Any], alone: dict[str, Any]) -> str:
