@@ -96,7 +96,7 @@ class Activation:
                 expected='one text, with commas between its items, such as "diffsynth.progress,-diffsynth.fp8_lora"',
             )
         text = text if text is not None else read.features or "auto"
-        auto = {name: feature.auto for name, feature in self.known().features.items()}
+        auto = {name: feature.is_auto(read) for name, feature in self.known().features.items()}
         found = features.select(text, auto, self.switched(read))
         return replace(found, reasons={name: hand_over.as_written(why) for name, why in found.reasons.items()})
 

@@ -222,6 +222,7 @@ def _feature(verb: str, switched_on_by: str, tiles: str) -> Feature:
         name=f"diffsynth.vae_{verb}",
         summary=f"Wan and Qwen-Image VAE {verb} shared by all ranks of a torchrun or USP job",
         switched_on_by=switched_on_by,
+        auto_with="generate",
         relies_on=COMPUTED[verb],
         seams=(
             seam(f"{WAN}:WanVideoVAE.{verb}", _wan, _read, required=True),

@@ -34,6 +34,7 @@ class Feature:
         auto: it fixes what is broken, or gives a framework's own option its effect.
         switched_on_by: the Settings field that turns it on when set, or several.
         along_with: the Settings field without which none of those turns it on.
+        auto_with: the Settings field with which it is as `auto`, unless one of those says otherwise.
         judge: reads the source of code that no row of the matrix knows. A Finding with verdict `native`
             says that upstream has the ability, `patch` that the seams fit, `refuse` why they do not;
             None leaves it to the fingerprints.
@@ -53,6 +54,7 @@ class Feature:
     auto: bool = False
     switched_on_by: str | tuple[str, ...] = ()
     along_with: str = ""
+    auto_with: str = ""
     judge: Callable[[SourceTree], Finding | None] | None = None
     needs_devices: int = 0
     insists: Callable[[Settings], bool] = lambda read: read.strict
@@ -105,6 +107,11 @@ class Feature:
         if self.along_with and not read.is_on(self.along_with):
             return []
         return list(filter(read.is_on, self.switches))
+
+    def is_auto(self, read: Settings) -> bool:
+        """Whether `auto` selects it under these settings."""
+        said = any(field in read.sources for field in self.switches)
+        return self.auto or (bool(self.auto_with) and read.is_on(self.auto_with) and not said)
 
     @property
     def framework(self) -> str:

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+from wanshim import settings
 from wanshim.core.shared.fallback import framework_computes, or_framework
 from wanshim.patching import SeamState
 from wanshim.patching.seam import at_compile_time
 
 if TYPE_CHECKING:
+    import torch
+
     from wanshim.core.decoding import Compute, Graph, VaeCache, VaeOptions
     from wanshim.settings import Settings
 
@@ -57,17 +60,36 @@ def replace_method(
                 seam.fall_back(COMPILED)
 
         def shared(self: Any, *args: Any, **kwargs: Any) -> Any:
-            from wanshim.core.decoding import input_first
+            from wanshim.core.decoding import VaeFallback, input_first
 
             options = _options(verb, seam.settings)
-            call = partial(vaes().run, vae_of(self), options=options, **ranks(self))
+            keeps_tiles = not _is_asked_for(verb, seam.settings)
+
+            def call(given: torch.Tensor, *, lean: bool = False, **of_call: Any) -> torch.Tensor:
+                if lean and keeps_tiles:
+                    raise VaeFallback("tiles, whose frames are others than whole ones")
+                return vaes().run(vae_of(self), given, options, lean=lean, **ranks(self), **of_call)
+
             given, named = input_first(MethodType(original, self), args, kwargs)
             result = compute(call, self, *given, **named)
             if (plan := str(vaes().plan)) not in seam.notes:
                 seam.notes.append(plan)
             return result
 
-        or_own = or_framework(shared, original, seam.fall_back, strict=lambda: seam.settings.strict, on_error=seam.fail)
+        def by_framework(self: Any, *args: Any, **kwargs: Any) -> Any:
+            from wanshim.core.shared.gpu_memory import is_memory
+
+            try:
+                return original(self, *args, **kwargs)
+            except Exception as error:
+                if not is_memory(error) or not vaes().wait_for_kernels(vae_of(self)):
+                    raise
+            # takes less, and keeps the framework's error where it takes too much
+            return or_framework(shared, original, lambda reason: None)(self, *args, **kwargs)
+
+        or_own = or_framework(
+            shared, by_framework, seam.fall_back, strict=lambda: seam.settings.strict, on_error=seam.fail
+        )
 
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             import torch
@@ -92,8 +114,15 @@ def _options(verb: str, read: Settings) -> VaeOptions:
     mode = read.vae_encode if verb == "encode" else read.vae_mode
     if mode == "off":
         raise VaeFallback(f"the {verb} mode is off")
+    if settings.is_one_of_several() and not _is_asked_for(verb, read):
+        raise VaeFallback(f"each process generates by itself: none asked to share its {verb}")
     options = VaeOptions(mode=mode or "auto", strict=not read.vae_fast, engines=read.vae_engines)
     return options if read.vae_timeout_s is None else replace(options, deadline=read.vae_timeout_s)
+
+
+def _is_asked_for(verb: str, read: Settings) -> bool:
+    """Whether a user has asked for the decode or encode itself, and not for generation, of which it is a part."""
+    return read.generate is None or (read.vae_encode if verb == "encode" else read.vae_mode) is not None
 
 
 def shares_ranks(method: Any) -> bool:

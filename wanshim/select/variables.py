@@ -75,4 +75,5 @@ def assignment(field: str) -> str:
 def turn_on(feature: Feature) -> list[str]:
     """The text that a user types for a feature that is off: each of its variables, or else its name."""
     beside = f"{assignment(feature.along_with)} " if feature.along_with else ""
-    return [beside + assignment(field) for field in feature.switches] or [f"wanshim run -f {feature.name} -- ..."]
+    switches = (*feature.switches, *filter(None, (feature.auto_with,)))
+    return [beside + assignment(field) for field in switches] or [f"wanshim run -f {feature.name} -- ..."]

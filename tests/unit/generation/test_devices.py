@@ -123,7 +123,7 @@ def on_three_gpus(monkeypatch: pytest.MonkeyPatch) -> tuple[SharedPipeline, Call
     monkeypatch.setattr(shared, "working_bytes", lambda forward, args, kwargs: 1000)
 
     def plan(free: int) -> GenerationPlan:
-        monkeypatch.setattr(shared_pipeline, "available_bytes", lambda device: free)
+        monkeypatch.setattr(shared_pipeline, "available_bytes", lambda device, **_: free)
         call = shared_pipeline._Call(shared, binding, devices)
         with call.attached():
             return call._decide(binding.forwards[0], (), {})

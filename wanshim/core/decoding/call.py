@@ -88,6 +88,7 @@ class ParallelVae:
         self.operators = VaeOperators(graph, self.options.strict, self.options.engines, learning)
         self.plan: VaePlan | None = None
         self.missed = False  # a rank did not come to the last call
+        self.left_until_compiled: torch.Size | None = None  # what the last call was given, of a rank alone
         self._comm: Comm | None = None
         # Place and version of each weight, and the digest of all.
         self._digested: tuple[list[tuple[int, int]], str] = [], ""
@@ -301,6 +302,7 @@ class ParallelVae:
             fused = fused and left is None and self.operators.fused(given)
             if left == NOT_COMPILED and lean and self.options.strict:
                 left = None  # plain steps meanwhile: the framework's tiles have other frames than all later calls
+            self.left_until_compiled = given.shape if left == NOT_COMPILED and comm.size == 1 else None
             return CallFacts(
                 asked=asked,
                 left=left,

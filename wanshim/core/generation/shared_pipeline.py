@@ -577,7 +577,7 @@ class _Call:
             fast_forwards=self._shared.request.fast_forwards,
             fast_vae=self._shared.request.fast_vae,
         )
-        free = {str(device): available_bytes(device) for device in self._devices[1:]}
+        free = {str(device): available_bytes(device, to_another=True) for device in self._devices[1:]}
         models = list(self._binding.modules.values())
         room = {d: n + self._shared.used_by_worker(d, models) for d, n in free.items() if n is not None}
         plan = decide(job, Limits(available=room))

@@ -18,18 +18,22 @@ def indexed(device: str | torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def available_bytes(device: str | torch.device) -> int | None:
+def available_bytes(device: str | torch.device, *, to_another: bool = False) -> int | None:
     """Bytes this process may hold on a CUDA device, with what it holds there already; None elsewhere.
 
     The least of what is free (CUDA contexts and other processes count as taken), and the share that
     `torch.cuda.set_per_process_memory_fraction` leaves, less a margin for the allocator.
+
+    Args:
+        to_another: that another process may hold, for which what this one holds is taken.
     """
     if torch.device(device).type != "cuda" or not torch.cuda.is_available():
         return None
     device = indexed(device)
     free, total = torch.cuda.mem_get_info(device)
     share = int(total * torch.cuda.get_per_process_memory_fraction(device))
-    most = min(free + torch.cuda.memory_reserved(device), share)
+    own = 0 if to_another else torch.cuda.memory_reserved(device)
+    most = min(free + own, share)
     return int(most * (1 - ALLOCATOR_SHARE))
 
 
