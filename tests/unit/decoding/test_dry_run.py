@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from tests.distributed.decoding.tiny import make_latent, make_vae
 from wanshim.cli import warm
@@ -142,6 +143,20 @@ def test_precision_of_a_framework_s_norms_shows_without_a_comparison() -> None:
         assert sizes() == {torch.float32}, "where it does not show"
     finally:
         norm.forward = own
+
+
+def test_no_other_thread_is_told_of_a_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps that in one flag for all of them, which two modes that end in the order of their beginning leave set:
+    torch.compile then compiles nothing more."""
+    graph = graph_of("2.1", "decode")
+    norm, told = type(next(iter(graph.norms())).module), list[bool]()
+    forward = norm.forward
+    monkeypatch.setattr(
+        norm, "forward", lambda self, x: (told.append(is_in_torch_dispatch_mode()), forward(self, x))[1]
+    )
+    assert norms(dry_run(graph, usual_shapes(graph)[0], BF16, strict=True, by="engines"))
+    assert told
+    assert not any(told)
 
 
 def test_real_operators_after_a_dry_run_compute() -> None:

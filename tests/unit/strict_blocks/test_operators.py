@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -141,6 +142,8 @@ def test_what_is_served(operators: StrictOperators, monkeypatch: pytest.MonkeyPa
             assert not operators.serve(X)
         with FlopCounterMode(display=False):
             assert not operators.serve(X)
+            with ThreadPoolExecutor(1) as other:
+                assert other.submit(torch.no_grad()(operators.serve), X).result(), "the mode is this thread's"
     assert not operators.serve(X)  # with gradients
 
 

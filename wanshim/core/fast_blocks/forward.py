@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from wanshim.core.compile import CompiledBlocks, compiler_refusal, graph_limits
@@ -81,7 +81,7 @@ class FastForward:
             getattr(_HERE, "run", None) is None
             and bool(tensors)
             and not torch.is_grad_enabled()
-            and not is_in_torch_dispatch_mode()
+            and not _get_current_dispatch_mode_stack()
             and not any(each.is_meta for each in tensors)
             and math.prod(_latents(tensors).shape[-3:]) > FEW_LATENTS
         )

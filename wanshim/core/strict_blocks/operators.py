@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from wanshim.core.shared.fallback import cause_of
@@ -53,7 +53,7 @@ class StrictOperators:
             and kernels.available(x)
             and not torch.is_grad_enabled()
             and not torch.is_autocast_enabled(x.device.type)
-            and not is_in_torch_dispatch_mode()
+            and not _get_current_dispatch_mode_stack()
         )
 
     def normalized(self, x: torch.Tensor, norm: nn.LayerNorm, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.model.graph import Norm
@@ -94,11 +94,19 @@ class Checks:
 
 
 class _Lengths(TorchDispatchMode):
-    """Notes in what dtypes lengths are computed."""
+    """Notes in what dtypes lengths are computed, in this thread alone: a mode of torch's making says to all threads
+    that they are in one, for good if theirs begin and end meanwhile, and torch.compile leaves their code out."""
 
     def __init__(self) -> None:
         super().__init__()
         self.dtypes: set[torch.dtype] = set()
+
+    def __enter__(self) -> _Lengths:
+        _push_mode(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _pop_mode()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
