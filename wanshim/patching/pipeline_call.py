@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 from wanshim import hand_over, settings
 from wanshim.errors import FeatureUnavailable, WanshimError
-from wanshim.patching import Kind, Seam, SeamState, fast_forward
+from wanshim.patching import Kind, Seam, SeamState, fast_forward, vae_method
 
 if TYPE_CHECKING:
     from wanshim.core.generation import GenerationPlan, PipelineBinding, Request, SharedPipeline
@@ -30,7 +30,8 @@ ABILITY = "generate"
 _CALLBACK = "callback_on_step_end"
 PREPARE = "wanshim.launch.boot.plugin:activate_in_worker"  # a copy computes with the same patches
 SHARED: WeakKeyDictionary[Any, SharedPipeline] = WeakKeyDictionary()
-_INSIDE = threading.local()  # `calls`: how many replaced calls of pipelines this thread is in
+# `calls`: how many replaced calls of pipelines this thread is in; `prepare`: waits for the first forward of one
+_INSIDE = threading.local()
 
 
 def replace_call(bind: Bind) -> Callable[[Callable[..., Any], SeamState], Callable[..., Any]]:
@@ -59,7 +60,10 @@ def _share(original: Callable[..., Any], seam: SeamState, bind: Bind, pipe: Any,
 
     read, name = seam.settings, type(pipe).__name__
     asks_for_one = request_of(read).asks_for_one
-    if asks_for_one and not _replaces_offload(bind, pipe, *args, **kwargs):
+    alone = _bound(bind, pipe, *args, **kwargs) if asks_for_one else None
+    if alone is not None and alone.decodes:
+        _INSIDE.prepare = functools.partial(_prepare_decode, alone.vae)
+    if asks_for_one and (alone is None or alone.offload is None):  # no block is streamed
         seam.pass_by() if seam.unneeded else seam.not_needed("one GPU was asked for, over which nothing is shared")
         return original(pipe, *args, **kwargs)
     before = (0, 0)
@@ -100,14 +104,26 @@ def _share(original: Callable[..., Any], seam: SeamState, bind: Bind, pipe: Any,
     return result
 
 
-def _replaces_offload(bind: Bind, pipe: Any, /, *args: Any, **kwargs: Any) -> bool:
-    """Whether one GPU gains: this process streams what the script offloads."""
+def _bound(bind: Bind, pipe: Any, /, *args: Any, **kwargs: Any) -> PipelineBinding | None:
     from wanshim.core.generation import NotShared
 
     try:
-        return bind(pipe, *args, **kwargs).offload is not None
+        return bind(pipe, *args, **kwargs)
     except NotShared:
-        return False
+        return None
+
+
+def _prepare_decode(vae: Any, given: Any) -> None:
+    """Have the decode's kernels ready when the forwards have computed: they take latents of the same size.
+
+    Args:
+        given: the arguments of the first of them.
+    """
+    import torch
+
+    latents = next((each for each in given if isinstance(each, torch.Tensor) and each.dim() == 5), None)
+    if latents is not None:
+        vae_method.prepare_decode(vae, latents)
 
 
 @contextlib.contextmanager
@@ -117,6 +133,7 @@ def _inside() -> Iterator[None]:
         yield
     finally:
         _INSIDE.calls -= 1
+        _INSIDE.prepare = None
 
 
 def watch_forward(
@@ -136,8 +153,12 @@ def watch_forward(
 
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not (is_compiling() or seam.off or getattr(_INSIDE, "calls", 0)):
-                _say_alone(seam, model_of(*args, **kwargs))
+            if not (is_compiling() or seam.off):
+                if not getattr(_INSIDE, "calls", 0):
+                    _say_alone(seam, model_of(*args, **kwargs))
+                elif getattr(_INSIDE, "prepare", None) is not None:
+                    _INSIDE.prepare((*args, *kwargs.values()))
+                    _INSIDE.prepare = None
             return original(*args, **kwargs)
 
         return forward

@@ -6,6 +6,7 @@ Importing this module imports no torch: what the calls of a VAE need is made at 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from types import MethodType
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from wanshim.core.decoding import Compute, Graph, VaeCache, VaeOptions
     from wanshim.settings import Settings
 
-_SHARES = "_wanshim_shares_ranks"
+_SHARES = "_wanshim_shares_ranks"  # of a replaced method: what prepares a call of it
 COMPILED = "compiled by torch.compile, whose calls are counted once"
 
 
@@ -102,7 +103,11 @@ def replace_method(
                 return original(self, *args, **kwargs)
             return or_own(self, *args, **kwargs)
 
-        setattr(method, _SHARES, True)
+        def prepare(self: Any, latents: torch.Tensor) -> None:
+            if not seam.off:
+                vaes().prepare(vae_of(self), latents, _options(verb, seam.settings), **ranks(self))
+
+        setattr(method, _SHARES, prepare)
         return method
 
     return make
@@ -127,4 +132,19 @@ def _is_asked_for(verb: str, read: Settings) -> bool:
 
 def shares_ranks(method: Any) -> bool:
     """Whether the ranks of a group share the calls of this method of a VAE's class."""
-    return getattr(method, _SHARES, False) is True
+    return hasattr(method, _SHARES)
+
+
+def prepare_decode(vae: Any, latents: torch.Tensor) -> None:
+    """Have the kernels of a decode compiled beside the program, if a method of the VAE's class is replaced.
+
+    Args:
+        latents: [B, any, t, h, w], of the size and on the device of those that it will get.
+    """
+    from wanshim.core.decoding import VaeFallback
+    from wanshim.errors import ModelInvalid
+
+    methods = (getattr(type(vae), name, None) for name in ("_decode", "decode"))
+    for method in filter(shares_ranks, methods):
+        with suppress(VaeFallback, ModelInvalid):  # the decode itself says so
+            getattr(method, _SHARES)(vae, latents)

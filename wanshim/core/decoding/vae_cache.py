@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.model.framework import VaeFallback
+from wanshim.core.decoding.operators.kernel_compiler import COMPILER
 from wanshim.core.decoding.plan import TileSettings
 from wanshim.core.ranks import agreement
 from wanshim.core.shared.digest import digest
@@ -156,15 +158,31 @@ class VaeCache:
             error.topic = "vae_timeout"
             raise
 
+    def prepare(self, vae: Any, given: torch.Tensor, options: VaeOptions, *, group: Any = None, **changed: Any) -> None:
+        """Have what a call of one process launches compiled beside it: see `run`.
+
+        Args:
+            given: its size and device; it may have other channels.
+
+        Raises:
+            VaeFallback, ModelInvalid: the framework will do it.
+        """
+        if _alone(group) is None or not gains_alone(given):
+            return
+        parallel = self._of(vae, group, replace(options, **changed))
+        shape = given.shape[0], parallel.graph.input_channels, *given.shape[2:]
+        kernels = partial(parallel.operators.kernels_of, shape, given.device, parallel.graph.dtype)
+        COMPILER.do(kernels, first=True)
+
     def wait_for_kernels(self, vae: Any) -> bool:
         """Wait for those for which the framework was left the VAE's last call, and failed; False: for another cause."""
         parallel = self._made.get(vae)
         if parallel is None or parallel.left_until_compiled is None:
             return False
-        parallel.operators.wait_for_kernels(parallel.left_until_compiled)
         for module in vae.modules():
             if hasattr(type(module), "clear_cache"):  # of frames
                 module.clear_cache()
+        parallel.operators.wait_for_kernels(parallel.left_until_compiled)
         return True
 
     def _of(self, vae: Any, group: Any, options: VaeOptions) -> ParallelVae:
