@@ -137,6 +137,7 @@ for height, width, frames in SIZES:
     assert video.isfinite().all()
     digest = hashlib.sha256(video.float().cpu().numpy()).hexdigest()[:12]
     calls.append({"size": [height, width, frames], "seconds": seconds, "frames": digest, "peak_GiB": peak})
+    print(json.dumps(calls[-1]), flush=True)
 name = torch.cuda.get_device_name() if DEVICE == "cuda" else DEVICE
 row = {
     "model": given.model,

@@ -75,7 +75,8 @@ def _switch(feature: Feature) -> Iterator[str]:
         beside = f", beside `{settings.names_of(feature.along_with)[0]}`" if feature.along_with else ""
         yield "- by its variable: " + " or ".join(f"`{name}`" for name in names) + beside
     if feature.auto_with:
-        yield f"- `auto` selects it where `{settings.names_of(feature.auto_with)[0]}` is on and no variable of its own is set"
+        with_it = settings.names_of(feature.auto_with)[0]
+        yield f"- `auto` selects it where `{with_it}` is on and no variable of its own is set"
     if feature.needs_devices:
         yield f"- it takes {feature.needs_devices} GPUs where `WANSHIM_DEVICES` names none"
     if feature.blocked is not None:

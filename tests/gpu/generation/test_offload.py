@@ -58,7 +58,7 @@ def test_worker_without_room_streams_from_call_to_call(
     offloading.WAYS["block"](pipe)
     expected = [generate(pipe, "wan"), generate(pipe, "wan", num_frames=9), generate(pipe, "wan")]
     monkeypatch.setattr(shared_pipeline.SharedPipeline, "used_by_worker", lambda *_, **__: 0)
-    monkeypatch.setattr(shared_pipeline, "available_bytes", lambda device: 8 * 2**20)
+    monkeypatch.setattr(shared_pipeline, "available_bytes", lambda device, **_: 8 * 2**20)
     handle = shared(pipe)
     request.addfinalizer(handle.remove)
     found = [generate(pipe, "wan"), generate(pipe, "wan", num_frames=9), generate(pipe, "wan")]
