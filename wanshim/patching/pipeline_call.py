@@ -60,10 +60,11 @@ def _share(original: Callable[..., Any], seam: SeamState, bind: Bind, pipe: Any,
 
     read, name = seam.settings, type(pipe).__name__
     asks_for_one = request_of(read).asks_for_one
-    alone = _bound(bind, pipe, *args, **kwargs) if asks_for_one else None
-    if alone is not None and alone.decodes:
-        _INSIDE.prepare = functools.partial(_prepare_decode, alone.vae)
-    if asks_for_one and (alone is None or alone.offload is None):  # no block is streamed
+    bound = _bound(bind, pipe, *args, **kwargs) if asks_for_one or pipe not in SHARED else None
+    offloads = bound is not None and bound.offload is not None
+    if bound is not None and bound.decodes and (asks_for_one or offloads):  # else workers decode, too
+        _INSIDE.prepare = functools.partial(_prepare_decode, bound.vae)
+    if asks_for_one and not offloads:  # no block is streamed
         seam.pass_by() if seam.unneeded else seam.not_needed("one GPU was asked for, over which nothing is shared")
         return original(pipe, *args, **kwargs)
     before = (0, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -50,7 +51,7 @@ def train_by_trainer_and_pipeline() -> list[list[float]]:
 def encode_negative_prompt() -> list[Any]:
     """The embeddings (1, 512, hidden) and the mask that Wan's training starts with."""
     with _alone() as folder:
-        os.environ["WANSHIM_CACHE_DIR"] = str(folder / "cache")  # an empty one, or the second call would load nothing
+        shutil.rmtree(os.environ["WANSHIM_CACHE_DIR"], ignore_errors=True)  # or the second call would load nothing
         job: Job = {"model": str(umt5_checkpoint.write(folder)), "world": 1}
         encode_ranks._join(job)
         model = encode_ranks._wan_model(job)

@@ -43,6 +43,7 @@ PROMPT_CACHE = contract(
         "fastvideo.models.loader.component_loader:TextEncoderLoader._get_weights_iterator": 1,
     },
     instance=f"{TRAINING}:conditioned",
+    environment={"WANSHIM_CACHE_DIR": f"{tempfile.gettempdir()}/wanshim-contract-kit-cache"},
     prepare=PREPARE,
 )
 CONTRACTS = (
