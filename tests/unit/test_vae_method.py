@@ -60,7 +60,8 @@ def test_call_runs_with_the_settings_of_its_own_verb(verb: str, monkeypatch: pyt
     monkeypatch.setattr(VaeCache, "run", lambda self, vae, given, **options: seen.append(options))
     method, _ = patched(verb, lambda call, vae, given: call(given), active=2)
     method(object(), 1)
-    assert seen == [{"options": VaeOptions(mode="spatial", strict=False, engines=False, deadline=7.0), "active": 2}]
+    options = VaeOptions(mode="spatial", strict=False, engines=False, deadline=7.0)
+    assert seen == [{"options": options, "lean": False, "active": 2}]
 
 
 def test_latent_may_be_given_by_the_name_that_the_framework_has_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ def replace_method(
             def call(given: torch.Tensor, *, lean: bool = False, **of_call: Any) -> torch.Tensor:
                 if lean and keeps_tiles:
                     raise VaeFallback("tiles, whose frames are others than whole ones")
-                return vaes().run(vae_of(self), given, options, lean=lean, **ranks(self), **of_call)
+                return vaes().run(vae_of(self), given, options=options, lean=lean, **ranks(self), **of_call)
 
             given, named = input_first(MethodType(original, self), args, kwargs)
             result = compute(call, self, *given, **named)
