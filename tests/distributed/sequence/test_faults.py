@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -208,6 +209,7 @@ def failed_then_again(rank: int, size: int) -> tuple[str, str, float]:
     first = outcome_of(lambda: CASE.step(model))[0]
     second = outcome_of(lambda: CASE.step(model))[0]
     handle.remove()
+    gc.collect()  # an error in a checkpointed block leaves its hooks on saved tensors until then (torch 2.9)
     handle = wanshim.shard_sequence(model, deadline=DEADLINE)
     distance = farthest(CASE.step(model), expected)
     handle.remove()
