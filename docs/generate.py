@@ -189,6 +189,7 @@ TABLES = {
     "generation fast": lambda _: generation_tables.fast_table(),
     "generation offload": lambda _: generation_tables.offload_table(generation_tables.OFFLOAD),
     "generation limits": lambda _: generation_tables.limits_table(),
+    "generation host copy": lambda _: generation_tables.host_copy_table(),
     "generation minimax h3": lambda _: generation_tables.offload_table(generation_tables.MINIMAX_H3),
     "generation script": lambda _: generation_tables.script_table(),
     "generation workers": lambda _: generation_tables.worker_table(),

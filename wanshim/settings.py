@@ -418,7 +418,8 @@ class Settings:
         "decode and encode on all GPUs",
         "auto",
         "How ranks share a decode: `auto`, `temporal`, `spatial`, `tile`, `off`. Switches `vae_decode` on, but not "
-        "`vllm_omni.vae_decode`, which `WANSHIM_FEATURES` names.",
+        "`vllm_omni.vae_decode`, which `WANSHIM_FEATURES` names. Unset, a process that generates by itself decodes "
+        "by strict operators too.",
         off="off",
         read_by=("vae_decode", "vae_allowlist"),  # vLLM-Omni's, which it does not switch on
         fast="auto",

@@ -11,7 +11,8 @@ from writers.measured import commit_of, result
 
 RECORDS = tuple(f"generate_{size}_{gpus}xH200" for gpus in (2, 4) for size in ("480p", "720p"))
 ON_TWO = RECORDS[:2]
-SCRIPT, OFFLOAD = "generate_script_2xH200", "generate_offload_2xH200"
+SCRIPTS, OFFLOAD = ("generate_script_2xH200", "generate_script_1xH200"), "generate_offload_2xH200"
+LIMITS = "generate_limits_2xH200", "generate_limits_1xH200", "generate_script_diffsynth_1xH200"
 BLOCKS = "strict_blocks_1xH200", "strict_blocks_diffsynth_1xH200", "strict_blocks_qwen_image_1xH200"
 MINIMAX_H3 = "generate_script_minimax_h3_1xH200"
 WHOLE = tuple(f"generate_full_{gpus}xH200" for gpus in (1, 2, 4))
@@ -111,22 +112,23 @@ def fast_table() -> str:
 
 def script_table() -> str:
     """A user's script of three calls, alone and by its command lines with wanshim."""
-    found = result(SCRIPT)
-    alone = found["rows"][0]
     lines = []
-    for row in found["rows"]:
-        first, second, other = row["calls"]
-        ratio = alone["calls"][1]["seconds"] / second["seconds"]
-        cells = (
-            f"{first['seconds']:.1f}",
-            f"{second['seconds']:.1f}",
-            f"{ratio:.2f}x",
-            f"{other['seconds']:.1f}",
-            _frames(row, alone),
-        )
-        lines.append((f"`{row['command'].partition(' benchmarks')[0]} ...`", *cells))
-    heads = "command | first call | second call | of the script alone | third call, 272x480x33 | frames"
-    return table(heads, lines, _where((SCRIPT,), f" {found['steps']} steps, seconds with the decode."))
+    for found in map(result, SCRIPTS):
+        alone = found["rows"][0]
+        for row in found["rows"]:
+            first, second, other = row["calls"]
+            ratio = alone["calls"][1]["seconds"] / second["seconds"]
+            cells = (
+                f"{first['seconds']:.1f}",
+                f"{second['seconds']:.1f}",
+                f"{ratio:.2f}x",
+                f"{other['seconds']:.1f}",
+                _frames(row, alone),
+                commit_of(found),
+            )
+            lines.append((f"`{row['command'].partition(' benchmarks')[0]} ...`", *cells))
+    heads = "command | first call | second call | of the script alone | third call, 272x480x33 | frames | commit"
+    return table(heads, lines, _where(SCRIPTS, f" {found['steps']} steps, seconds with the decode."))
 
 
 def offload_table(name: str) -> str:
@@ -145,21 +147,41 @@ def offload_table(name: str) -> str:
 
 
 def limits_table() -> str:
-    """Calls of one script, each within a limit of its own."""
-    found = result("generate_limits_2xH200")
-    alone = found["rows"][0]["calls"][0]["frames"]
+    """Calls of scripts whose models do not fit, most within a limit of their own."""
+    records = list(map(result, LIMITS))
+    rows = [row for found in records for row in found["rows"]]
+
+    def video(row: dict[str, Any], call: dict[str, Any]) -> tuple[Any, ...]:
+        return "diffsynth" in row["command"], "--pair" in row["command"], *call["size"]
+
+    alone = [row for row in rows if row["command"].startswith("python")]
+    expected = {video(row, call): call["frames"] for row in alone for call in row["calls"]}
+    lines = []
+    for row in rows:
+        command = re.sub(r"benchmarks/generate_script(_\w+)?\.py", r"...\1", row["command"])
+        limit = re.search(r"--limit ([\d]+)", row["command"])
+        for call in row["calls"]:
+            frames = "equal" if expected.get(video(row, call)) == call["frames"] else "not compared"
+            within = f"{call['limit_GiB']:.0f}" if call.get("limit_GiB") else limit[1] if limit else ""
+            size = "x".join(map(str, call["size"]))
+            lines.append((f"`{command}`", size, within, f"{call['seconds']:.1f}", f"{call['peak_GiB']:.2f}", frames))
+    heads = "command | video | within GiB | seconds of a call | peak GiB | frames"
+    commits = ", ".join(dict.fromkeys(map(commit_of, rows)))
+    first, last = records[0], records[-1]
+    where = f"{first['gpu']}, torch {first['torch']}, diffusers {first['diffusers']}, diffsynth {last['diffsynth']}"
+    return table(heads, lines, f"{where}, commits {commits}. {first['steps']} steps, with the decode.")
+
+
+def host_copy_table() -> str:
+    """Two processes on one GPU that stream from one copy in host memory."""
+    found = result("shared_host_copy_1xH200")
     lines = []
     for row in found["rows"]:
-        command = re.sub(r"benchmarks/\w+\.py", "...", row["command"])
-        of_pair = "--pair" in command
-        for call in row["calls"]:
-            frames = "not compared" if of_pair else "equal" if call["frames"] == alone else "not equal"
-            cells = f"{call['limit_GiB']:.0f}", f"{call['seconds']:.1f}", f"{call['peak_GiB']:.2f}", frames
-            lines.append((f"`{command}`", *cells))
-    heads = "command | within GiB | seconds of a call | peak GiB | frames"
-    commits = " and ".join(dict.fromkeys(map(commit_of, found["rows"])))
-    where = f"{found['gpu']}, torch {found['torch']}, diffusers {found['diffusers']}, commits {commits}."
-    return table(heads, lines, f"{where} {found['steps']} steps, with the decode.")
+        resident = " + ".join(f"{each['Rss']:.1f}" for each in row["host_GiB"])
+        cells = f"{row['sum_of_Pss_GiB']:.1f}", f"{row['pinned_GiB']:.1f}", f"{row['calls'][1]['seconds']:.1f}"
+        lines.append((row["processes"], resident, *cells, commit_of(row)))
+    heads = "processes | resident GiB of each | GiB of the host, a shared page once | locked | second call, s | commit"
+    return table(heads, lines, f"{found['gpu']}, torch {found['torch']}, diffusers {found['diffusers']}, Wan 14B, bf16.")
 
 
 def _frames(row: dict[str, Any], alone: dict[str, Any]) -> str:
