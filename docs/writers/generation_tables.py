@@ -181,7 +181,9 @@ def host_copy_table() -> str:
         cells = f"{row['sum_of_Pss_GiB']:.1f}", f"{row['pinned_GiB']:.1f}", f"{row['calls'][1]['seconds']:.1f}"
         lines.append((row["processes"], resident, *cells, commit_of(row)))
     heads = "processes | resident GiB of each | GiB of the host, a shared page once | locked | second call, s | commit"
-    return table(heads, lines, f"{found['gpu']}, torch {found['torch']}, diffusers {found['diffusers']}, Wan 14B, bf16.")
+    return table(
+        heads, lines, f"{found['gpu']}, torch {found['torch']}, diffusers {found['diffusers']}, Wan 14B, bf16."
+    )
 
 
 def _frames(row: dict[str, Any], alone: dict[str, Any]) -> str:
