@@ -123,3 +123,10 @@ def test_end_that_closes_within_a_descriptor_is_gone() -> None:
     theirs.close()
     with pytest.raises(LinkLost, match="is gone"):
         Link(ours).receive_descriptor()
+
+
+def test_byte_that_brings_no_descriptor_is_not_one() -> None:
+    ours, theirs = socket.socketpair()
+    theirs.sendall(module._HEADER.pack(module._DESCRIPTOR, 1) + b"-")
+    with pytest.raises(LinkLost):
+        Link(ours).receive_descriptor()

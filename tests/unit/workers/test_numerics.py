@@ -39,3 +39,16 @@ def test_worker_computes_with_the_precision_of_its_parent(switch: str) -> None:
         assert numerics.read(CPU)["matmul precision"] == before["matmul precision"]
     with numerics.apply(wanted):
         assert numerics.read(CPU) == {**wanted, "inference": False}
+
+
+@pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this processor always keeps denormal numbers")
+def test_worker_keeps_denormal_numbers_where_its_parent_does() -> None:
+    kept = numerics.read(CPU)
+    assert kept["denormals"]
+    torch.set_flush_denormal(True)
+    try:
+        assert not numerics.read(CPU)["denormals"]
+        with numerics.apply(kept):
+            assert numerics.read(CPU)["denormals"]
+    finally:
+        torch.set_flush_denormal(False)

@@ -70,6 +70,7 @@ def test_workers_that_begin_ahead_import_meanwhile_and_are_those_that_hold(model
     assert workers.pids == pids
     once = {id(t): t for t in (*model.parameters(), *model.buffers(), *model.plain)}.values()
     assert workers.num_bytes(1) == sum(elements(t).numel() * t.element_size() for t in once)
+    assert workers.num_bytes(2) == 0, "there is no third"
     assert result(workers, functions.is_imported, "colorsys")
     assert not result(workers, functions.is_imported, "chunk")
     assert equal(workers, model)
