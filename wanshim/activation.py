@@ -136,7 +136,7 @@ class Activation:
             run.selected_by, run.named = selection.reasons[name], name in selection.named
             run.decision = demanded.get(name)  # an earlier one may rest on other settings
             for state in run.seams:
-                state.settings = read
+                state.settings, state.named = read, run.named
         for name, run in self.runs.items():
             if name not in runs or (run.is_in and not self.decide(run).applies):
                 self._take_out(run)
@@ -174,7 +174,8 @@ class Activation:
     def _demand(self, selection: features.Selection, read: settings.Settings) -> dict[str, Decision]:
         decisions = {name: self._decide(self.known().features[name], read) for name in selection.reasons}
         for name, decision in decisions.items():
-            excused = decision.verdict is Verdict.ABSENT and name not in selection.named
+            beside = selection.reasons[name] == "auto" and not self.known().features[name].auto  # see `auto_with`
+            excused = beside or (decision.verdict is Verdict.ABSENT and name not in selection.named)
             if not excused and decision.verdict in (Verdict.REFUSE, Verdict.ABSENT):
                 raise unavailable(name, decision)
         return decisions

@@ -418,8 +418,8 @@ class Settings:
         "decode and encode on all GPUs",
         "auto",
         "How ranks share a decode: `auto`, `temporal`, `spatial`, `tile`, `off`. Switches `vae_decode` on, but not "
-        "`vllm_omni.vae_decode`, which `WANSHIM_FEATURES` names. Unset, a process that generates by itself decodes "
-        "by strict operators too.",
+        "`vllm_omni.vae_decode`, which `WANSHIM_FEATURES` names. Unset beside `WANSHIM_GENERATE`, one process "
+        "decodes whole frames by strict operators; tiles stay the framework's.",
         off="off",
         read_by=("vae_decode", "vae_allowlist"),  # vLLM-Omni's, which it does not switch on
         fast="auto",

@@ -30,7 +30,8 @@ ABILITY = "generate"
 _CALLBACK = "callback_on_step_end"
 PREPARE = "wanshim.launch.boot.plugin:activate_in_worker"  # a copy computes with the same patches
 SHARED: WeakKeyDictionary[Any, SharedPipeline] = WeakKeyDictionary()
-# `calls`: how many replaced calls of pipelines this thread is in; `prepare`: waits for the first forward of one
+# `calls`: how many replaced calls of pipelines this thread is in; `prepare`: called with the latents of the innermost
+# one's first forward, behind it, or None
 _INSIDE = threading.local()
 
 
@@ -46,8 +47,12 @@ def replace_call(bind: Bind) -> Callable[[Callable[..., Any], SeamState], Callab
             if not takes(original, self, *args, **kwargs) or not seam.enter():
                 return original(self, *args, **kwargs)
             hand_over.mark_done(ABILITY)  # now: who has started this process may end it at once
-            with _inside():
-                return _share(original, seam, bind, self, *args, **kwargs)
+            outer, _INSIDE.prepare = getattr(_INSIDE, "prepare", None), None
+            try:
+                with _inside():
+                    return _share(original, seam, bind, self, *args, **kwargs)
+            finally:
+                _INSIDE.prepare = outer
 
         return call
 
@@ -60,17 +65,13 @@ def _share(original: Callable[..., Any], seam: SeamState, bind: Bind, pipe: Any,
 
     read, name = seam.settings, type(pipe).__name__
     asks_for_one = request_of(read).asks_for_one
-    bound = _bound(bind, pipe, *args, **kwargs) if asks_for_one or pipe not in SHARED else None
-    offloads = bound is not None and bound.offload is not None
-    if bound is not None and bound.decodes and (asks_for_one or offloads):  # else workers decode, too
-        _INSIDE.prepare = functools.partial(_prepare_decode, bound.vae)
-    if asks_for_one and not offloads:  # no block is streamed
+    if asks_for_one and not _replaces_offload(bind, pipe, *args, **kwargs):  # no block is streamed
         seam.pass_by() if seam.unneeded else seam.not_needed("one GPU was asked for, over which nothing is shared")
         return original(pipe, *args, **kwargs)
     before = (0, 0)
     shared = None
     try:
-        if _is_a_rank():
+        if vae_method.is_a_rank():
             raise NotShared("several processes run this program; start it once")
         if pipe not in SHARED:
             on_plan = functools.partial(_note, seam)
@@ -105,26 +106,18 @@ def _share(original: Callable[..., Any], seam: SeamState, bind: Bind, pipe: Any,
     return result
 
 
-def _bound(bind: Bind, pipe: Any, /, *args: Any, **kwargs: Any) -> PipelineBinding | None:
+def _replaces_offload(bind: Bind, pipe: Any, /, *args: Any, **kwargs: Any) -> bool:
+    """Whether one GPU gains by the call itself: this process streams what the script offloads. Prepares its decode."""
     from wanshim.core.generation import NotShared
 
     try:
-        return bind(pipe, *args, **kwargs)
+        bound = bind(pipe, *args, **kwargs)
     except NotShared:
-        return None
-
-
-def _prepare_decode(vae: Any, given: Any) -> None:
-    """Have the decode's kernels ready when the forwards have computed: they take latents of the same size.
-
-    Args:
-        given: the arguments of the first of them.
-    """
-    import torch
-
-    latents = next((each for each in given if isinstance(each, torch.Tensor) and each.dim() == 5), None)
-    if latents is not None:
-        vae_method.prepare_decode(vae, latents)
+        return False
+    vae = getattr(pipe, "vae", None)  # a binding has none that is offloaded
+    if bound.decodes and vae is not None:
+        _INSIDE.prepare = functools.partial(vae_method.prepare_decode, vae)
+    return bound.offload is not None
 
 
 @contextlib.contextmanager
@@ -134,7 +127,6 @@ def _inside() -> Iterator[None]:
         yield
     finally:
         _INSIDE.calls -= 1
-        _INSIDE.prepare = None
 
 
 def watch_forward(
@@ -150,17 +142,23 @@ def watch_forward(
     """
 
     def make(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
+        from torch import Tensor
         from torch.compiler import is_compiling
 
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not (is_compiling() or seam.off):
-                if not getattr(_INSIDE, "calls", 0):
-                    _say_alone(seam, model_of(*args, **kwargs))
-                elif getattr(_INSIDE, "prepare", None) is not None:
-                    _INSIDE.prepare((*args, *kwargs.values()))
-                    _INSIDE.prepare = None
-            return original(*args, **kwargs)
+            if is_compiling() or seam.off:
+                return original(*args, **kwargs)
+            if not getattr(_INSIDE, "calls", 0):
+                _say_alone(seam, model_of(*args, **kwargs))
+                return original(*args, **kwargs)
+            result = original(*args, **kwargs)
+            given = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim() == 5)
+            latents = next(given, None) if getattr(_INSIDE, "prepare", None) is not None else None
+            if latents is not None and not latents.is_meta:  # a trace of shapes comes before the first
+                prepare, _INSIDE.prepare = _INSIDE.prepare, None
+                prepare(latents)
+            return result
 
         return forward
 
@@ -258,14 +256,6 @@ def start_ahead(imports: tuple[str, ...]) -> Callable[[Settings], None]:
             AHEAD.start(read.generate.gpus - 1, ("wanshim.core.generation", *imports))
 
     return start
-
-
-def _is_a_rank() -> bool:
-    """Whether this process is one of several: of a process group, or as its launcher says."""
-    import torch.distributed as dist
-
-    joined = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return joined or settings.is_one_of_several()
 
 
 def takes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> bool:

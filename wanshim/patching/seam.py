@@ -149,8 +149,8 @@ class SeamState:
     """The living side of a seam. Replacements ask it at every call whether they are on."""
 
     __slots__ = (
-        "calls", "compiled", "count_compiled", "earlier", "failed", "fallbacks", "installed", "left_out", "notes",
-        "off", "original", "passed_by", "rebound", "replace", "seam", "settings", "undo", "unneeded",
+        "calls", "compiled", "count_compiled", "earlier", "failed", "fallbacks", "installed", "left_out", "named",
+        "notes", "off", "original", "passed_by", "rebound", "replace", "seam", "settings", "undo", "unneeded",
     )  # fmt: skip
 
     def __init__(self, seam: Seam) -> None:
@@ -158,6 +158,7 @@ class SeamState:
         self.replace = seam.replace  # or what stands in its place where its family is left out
         self.left_out: Mapping[str, str] = {}  # families of models that the feature is not for, each with the reason
         self.settings = Settings()  # what the user has set, from the latest `activate()`
+        self.named = False  # its feature was asked for by its name or variable, then
         self.calls = 0
         self.fallbacks: dict[str, int] = {}  # by reason, of `calls`
         self.failed = self.passed_by = 0  # of `calls`

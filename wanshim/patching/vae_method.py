@@ -6,24 +6,22 @@ Importing this module imports no torch: what the calls of a VAE need is made at 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
-from wanshim.core.shared.fallback import framework_computes, or_framework
+from wanshim.core.shared.fallback import cause_of, framework_computes, or_framework
 from wanshim.patching import SeamState
 from wanshim.patching.seam import at_compile_time
 
 if TYPE_CHECKING:
     import torch
 
-    from wanshim.core.decoding import Compute, Graph, VaeCache, VaeOptions
-    from wanshim.settings import Settings
+    from wanshim.core.decoding import Compute, Graph, KernelsMissing, VaeCache, VaeOptions
 
-_SHARES = "_wanshim_shares_ranks"  # of a replaced method: what prepares a call of it
+_SHARES, _PREPARES = "_wanshim_shares_ranks", "_wanshim_prepares"
 COMPILED = "compiled by torch.compile, whose calls are counted once"
 
 
@@ -63,11 +61,10 @@ def replace_method(
         def shared(self: Any, *args: Any, **kwargs: Any) -> Any:
             from wanshim.core.decoding import VaeFallback, input_first
 
-            options = _options(verb, seam.settings)
-            keeps_tiles = not _is_asked_for(verb, seam.settings)
+            options = _options(verb, seam)
 
             def call(given: torch.Tensor, *, lean: bool = False, **of_call: Any) -> torch.Tensor:
-                if lean and keeps_tiles:
+                if lean and not _is_asked_for(verb, seam):
                     raise VaeFallback("tiles, whose frames are others than whole ones")
                 return vaes().run(vae_of(self), given, options=options, lean=lean, **ranks(self), **of_call)
 
@@ -77,20 +74,44 @@ def replace_method(
                 seam.notes.append(plan)
             return result
 
-        def by_framework(self: Any, *args: Any, **kwargs: Any) -> Any:
-            from wanshim.core.shared.gpu_memory import is_memory
+        def ours_or_own(self: Any, *args: Any, **kwargs: Any) -> Any:
+            missing: list[KernelsMissing] = []
 
-            try:
-                return original(self, *args, **kwargs)
-            except Exception as error:
-                if not is_memory(error) or not vaes().wait_for_kernels(vae_of(self)):
+            def ours() -> Any:
+                from wanshim.core.decoding import KernelsMissing
+
+                try:
+                    return shared(self, *args, **kwargs)
+                except KernelsMissing as left:
+                    missing.append(left)
                     raise
-            # takes less, and keeps the framework's error where it takes too much
-            return or_framework(shared, original, lambda reason: None)(self, *args, **kwargs)
 
-        or_own = or_framework(
-            shared, by_framework, seam.fall_back, strict=lambda: seam.settings.strict, on_error=seam.fail
-        )
+            def own() -> Any:
+                import traceback
+
+                from wanshim.core.shared.gpu_memory import give_back, is_memory
+
+                try:
+                    result = original(self, *args, **kwargs)
+                except Exception as error:
+                    if not missing or not is_memory(error):
+                        raise
+                    traceback.clear_frames(error.__traceback__)  # lets go of the memory that the failed call holds
+                else:
+                    for left in missing:
+                        seam.fall_back(str(left))
+                    return result
+                vae = vae_of(self)
+                for module in vae.modules():
+                    if hasattr(type(module), "clear_cache"):  # it keeps frames of the failed call
+                        module.clear_cache()
+                give_back(next(vae.parameters()).device)
+                missing.pop().wait()
+                return leaving(shared, original, seam.fall_back)(self, *args, **kwargs)
+
+            return leaving(ours, own, lambda reason: None if missing else seam.fall_back(reason))()
+
+        leaving = partial(or_framework, strict=lambda: seam.settings.strict, on_error=seam.fail)
 
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             import torch
@@ -101,38 +122,50 @@ def replace_method(
                 return original(self, *args, **kwargs)
             if framework_computes() or not applies(self, *args, **kwargs) or not seam.enter():
                 return original(self, *args, **kwargs)
-            return or_own(self, *args, **kwargs)
+            return ours_or_own(self, *args, **kwargs)
 
         def prepare(self: Any, latents: torch.Tensor) -> None:
             if not seam.off:
-                vaes().prepare(vae_of(self), latents, _options(verb, seam.settings), **ranks(self))
+                vaes().prepare(vae_of(self), latents, _options(verb, seam), **ranks(self))
 
-        setattr(method, _SHARES, prepare)
+        setattr(method, _SHARES, lambda: _is_asked_for(verb, seam))
+        setattr(method, _PREPARES, prepare)
         return method
 
     return make
 
 
-def _options(verb: str, read: Settings) -> VaeOptions:
+def _options(verb: str, seam: SeamState) -> VaeOptions:
     from wanshim.core.decoding import VaeFallback, VaeOptions
 
+    read = seam.settings
     mode = read.vae_encode if verb == "encode" else read.vae_mode
     if mode == "off":
         raise VaeFallback(f"the {verb} mode is off")
-    if settings.is_one_of_several() and not _is_asked_for(verb, read):
+    if not _is_asked_for(verb, seam) and is_a_rank():
         raise VaeFallback(f"each process generates by itself: none asked to share its {verb}")
     options = VaeOptions(mode=mode or "auto", strict=not read.vae_fast, engines=read.vae_engines)
     return options if read.vae_timeout_s is None else replace(options, deadline=read.vae_timeout_s)
 
 
-def _is_asked_for(verb: str, read: Settings) -> bool:
+def _is_asked_for(verb: str, seam: SeamState) -> bool:
     """Whether a user has asked for the decode or encode itself, and not for generation, of which it is a part."""
-    return read.generate is None or (read.vae_encode if verb == "encode" else read.vae_mode) is not None
+    read = seam.settings
+    by_variable = (read.vae_encode if verb == "encode" else read.vae_mode) is not None
+    return seam.named or by_variable or read.generate is None
+
+
+def is_a_rank() -> bool:
+    """Whether this process is one of several: of a process group, or as its launcher says."""
+    import torch.distributed as dist
+
+    joined = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return joined or settings.is_one_of_several()
 
 
 def shares_ranks(method: Any) -> bool:
     """Whether the ranks of a group share the calls of this method of a VAE's class."""
-    return hasattr(method, _SHARES)
+    return bool(getattr(method, _SHARES, lambda: False)())
 
 
 def prepare_decode(vae: Any, latents: torch.Tensor) -> None:
@@ -141,10 +174,13 @@ def prepare_decode(vae: Any, latents: torch.Tensor) -> None:
     Args:
         latents: [B, any, t, h, w], of the size and on the device of those that it will get.
     """
-    from wanshim.core.decoding import VaeFallback
-    from wanshim.errors import ModelInvalid
+    for name in ("_decode", "decode"):
+        prepare = getattr(getattr(type(vae), name, None), _PREPARES, None)
+        if prepare is None:
+            continue
+        try:
+            prepare(vae, latents)
+        except Exception as error:  # the decode itself says why it stays with the framework
+            import logging
 
-    methods = (getattr(type(vae), name, None) for name in ("_decode", "decode"))
-    for method in filter(shares_ranks, methods):
-        with suppress(VaeFallback, ModelInvalid):  # the decode itself says so
-            getattr(method, _SHARES)(vae, latents)
+            logging.getLogger("wanshim").debug("its kernels are not compiled ahead: %s", cause_of(error))

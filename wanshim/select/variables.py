@@ -45,7 +45,7 @@ def without_effect(read: settings.Settings, selected: Collection[str], known: Ma
             lines.append(f"{variable} has no effect, since no package {readers[0].framework} is installed here")
         elif here and not any(feature.name in selected for feature in here):
             off = " and ".join(feature.name for feature in here)
-            if any(feature.switched(read) for feature in here):
+            if any(feature.switched(read) or feature.is_auto(read) for feature in here):
                 lines.append(f"{variable} has no effect, since WANSHIM_FEATURES, -f or activate() leaves out {off}")
                 continue
             ways = " or ".join(dict.fromkeys(way for feature in here for way in turn_on(feature)))

@@ -14,11 +14,15 @@ from diffusers.models.autoencoders import autoencoder_kl_wan
 import wanshim
 from tests.contract.diffusers import offloading, wan_pipelines
 from tests.contract.diffusers.wan_pipelines import generate
-from wanshim.core.decoding import vae_cache
+from wanshim.activation import Activation
+from wanshim.core.decoding import KernelsMissing, vae_cache
 from wanshim.core.decoding.call import NOT_COMPILED
 from wanshim.core.decoding.operators.kernel_compiler import COMPILER
 from wanshim.core.decoding.run import VaeOperators
+from wanshim.errors import FeatureUnavailable
+from wanshim.patching.verdict import Verdict
 from wanshim.reporting import ReportRow
+from wanshim.select.decision import Decision
 
 KINDS = ("wan", "i2v")
 
@@ -56,11 +60,12 @@ def test_frames_are_the_script_s_own(way: str, kind: str, activate: Callable[...
     assert row("encode").calls == (2 if kind == "i2v" else 0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_kernels_of_the_decode_are_asked_for_before_the_first_forward(
-    kind: str, activate: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("kind", "way"), [("wan", "none"), ("i2v", "none"), ("wan", "model"), ("wan", "block")])
+def test_kernels_of_the_decode_are_asked_for_while_the_forwards_compute(
+    kind: str, way: str, activate: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipe, asked, latents = wan_pipelines.MADE[kind](), list[Any](), list[Any]()
+    offloading.WAYS[way](pipe)
     own = VaeOperators.kernels_of
 
     def kernels_of(self: VaeOperators, shape: Any, device: torch.device, dtype: torch.dtype) -> Any:
@@ -76,6 +81,39 @@ def test_kernels_of_the_decode_are_asked_for_before_the_first_forward(
     activate()
     generate(pipe, kind, callback_on_step_end=step)
     assert asked.count(latents[0]) == 2, "ahead, and by the decode"
+
+
+class Tiny(torch.nn.Module):
+    """A decoder of the user's own."""
+
+    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
+        return x[:, :3].repeat_interleave(8, -1).repeat_interleave(8, -2)
+
+
+def test_decoder_of_the_user_s_own_decodes(activate: Callable[..., None]) -> None:
+    pipe = wan_pipelines.wan()
+    pipe.vae.decoder = Tiny()
+    expected = generate(pipe, "wan")
+    activate()
+    assert torch.equal(generate(pipe, "wan"), expected)
+    assert row().state == "ineffective"
+
+
+def test_call_within_a_call_prepares_for_itself(activate: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    from wanshim.patching import vae_method
+
+    pipe, inner = wan_pipelines.wan(), wan_pipelines.wan()
+    prepared, scale = list[Any](), pipe.scheduler.set_timesteps
+
+    def set_timesteps(*args: Any, **kwargs: Any) -> Any:
+        generate(inner, "wan", num_frames=9)
+        return scale(*args, **kwargs)
+
+    activate()
+    monkeypatch.setattr(vae_method, "prepare_decode", lambda vae, latents: prepared.append((vae, latents.shape[2])))
+    pipe.scheduler.set_timesteps = set_timesteps
+    generate(pipe, "wan")
+    assert prepared == [(inner.vae, 3), (pipe.vae, 2)]
 
 
 def test_tiles_have_frames_of_their_own(activate: Callable[..., None]) -> None:
@@ -105,6 +143,9 @@ def test_processes_that_each_generate_share_no_decode(activate: Callable[..., No
     activate(WORLD_SIZE="2")
     assert torch.equal(generate(pipe, "wan"), expected)
     assert [*row().fallbacks] == ["each process generates by itself: none asked to share its decode"]
+    activate(WORLD_SIZE="2", WANSHIM_FEATURES="diffusers.vae_decode")
+    assert torch.equal(generate(pipe, "wan"), expected)
+    assert row().state == "exercised", "it is asked for by name"
 
 
 def test_decode_for_which_the_framework_has_no_memory_waits_for_its_kernels(
@@ -121,20 +162,38 @@ def test_decode_for_which_the_framework_has_no_memory_waits_for_its_kernels(
         pipe.vae._feat_map = [torch.zeros(1)]
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    def wait(self: VaeOperators, shape: Any) -> None:
-        waited.append(tuple(shape))
+    def wait(self: KernelsMissing) -> None:
+        waited.append(self)
         assert all(each is None for each in pipe.vae._feat_map), "what the framework kept is given back"
         compiled.append(True)
 
     monkeypatch.setattr(VaeOperators, "are_compiling", lambda *_: not compiled)
-    monkeypatch.setattr(VaeOperators, "wait_for_kernels", wait)
+    monkeypatch.setattr(KernelsMissing, "wait", wait)
     monkeypatch.setattr(autoencoder_kl_wan, "DecoderOutput", out_of_memory)
     activate()
     found = generate(pipe, "wan")
     assert torch.equal(found, expected)
-    assert waited == [(1, 16, 2, 4, 4)]
-    assert [*row().fallbacks] == [NOT_COMPILED]
+    assert len(waited) == 1
+    assert (row().state, row().fallbacks) == ("exercised", {})
     compiled.clear()
-    monkeypatch.setattr(VaeOperators, "wait_for_kernels", lambda *_: None)
+    monkeypatch.setattr(KernelsMissing, "wait", lambda self: None)
     with pytest.raises(torch.OutOfMemoryError):
         generate(pipe, "wan")
+    monkeypatch.setattr(autoencoder_kl_wan, "DecoderOutput", own)
+    assert torch.equal(generate(pipe, "wan"), expected)
+    assert row().fallbacks == {NOT_COMPILED: 2}
+
+
+def test_strict_asks_for_no_decode_that_nobody_named(
+    activate: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unknown = Decision(Verdict.REFUSE, "its code is unlike that of any version")
+    decide = Activation._decide
+
+    def of(self: Activation, feature: Any, read: Any) -> Decision:
+        return unknown if feature.ability == "vae_decode" else decide(self, feature, read)
+
+    monkeypatch.setattr(Activation, "_decide", of)
+    activate(WANSHIM_STRICT="1", WANSHIM_FEATURES="auto,-diffsynth")
+    with pytest.raises(FeatureUnavailable, match="vae_decode"):
+        activate(WANSHIM_VAE_MODE="auto")

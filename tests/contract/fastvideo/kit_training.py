@@ -51,7 +51,9 @@ def train_by_trainer_and_pipeline() -> list[list[float]]:
 def encode_negative_prompt() -> list[Any]:
     """The embeddings (1, 512, hidden) and the mask that Wan's training starts with."""
     with _alone() as folder:
-        shutil.rmtree(os.environ["WANSHIM_CACHE_DIR"], ignore_errors=True)  # or the second call would load nothing
+        cache_folder = Path(os.environ["WANSHIM_CACHE_DIR"])
+        assert cache_folder.parent == Path(tempfile.gettempdir()), "the contract's own, and no user's"
+        shutil.rmtree(cache_folder, ignore_errors=True)  # or the second call would load nothing
         job: Job = {"model": str(umt5_checkpoint.write(folder)), "world": 1}
         encode_ranks._join(job)
         model = encode_ranks._wan_model(job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from dataclasses import replace
 from functools import partial
@@ -43,7 +44,7 @@ PROMPT_CACHE = contract(
         "fastvideo.models.loader.component_loader:TextEncoderLoader._get_weights_iterator": 1,
     },
     instance=f"{TRAINING}:conditioned",
-    environment={"WANSHIM_CACHE_DIR": f"{tempfile.gettempdir()}/wanshim-contract-kit-cache"},
+    environment={"WANSHIM_CACHE_DIR": f"{tempfile.gettempdir()}/wanshim-contract-kit-cache-{os.getpid()}"},
     prepare=PREPARE,
 )
 CONTRACTS = (

@@ -10,7 +10,7 @@ from wanshim.core.decoding.model.wan_reader import read_wan_graph
 from wanshim.core.decoding.plan import TileSettings
 from wanshim.core.decoding.ranks.output import OutputSpec
 
-from .call import ParallelVae, VaeOptions, input_first
+from .call import KernelsMissing, ParallelVae, VaeOptions, input_first
 from .handle import VaeHandle, parallelize_decode, parallelize_encode
 from .plan import VaeJob, VaePlan
 from .planner import make_plans
@@ -26,6 +26,7 @@ __all__ = [
     "VaePlan",
     "DecoderGraph",
     "Graph",
+    "KernelsMissing",
     "ModuleReader",
     "VaeFallback",
     "compute_untiled",

@@ -18,7 +18,7 @@ from wanshim.core.decoding.model.binding import Compute
 from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.model.framework import VaeFallback
 from wanshim.core.decoding.operators.base import conv_flags
-from wanshim.core.decoding.operators.kernel_compiler import COMPILER
+from wanshim.core.decoding.operators.kernel_compiler import COMPILER, Kernel
 from wanshim.core.decoding.operators.learning import SHARE
 from wanshim.core.decoding.operators.strict_checks import keep_dtype
 from wanshim.core.decoding.ranks.exchange import Comm, PeerLost, Verdict
@@ -39,6 +39,19 @@ logger = logging.getLogger("wanshim.decoding")
 NOT_COMPILED = "its kernels are being compiled beside it, once on this machine; later calls take them"
 AFTER_ABSENCE = 5.0  # seconds
 _LARGE = (9, 128, 128)  # latent frames, height and width, for which every mode has a plan
+
+
+class KernelsMissing(VaeFallback):
+    """A call of one process stays with the framework while its kernels are compiled."""
+
+    def __init__(self, kernels: Sequence[Kernel]) -> None:
+        super().__init__(NOT_COMPILED)
+        self._kernels = kernels
+
+    def wait(self) -> None:
+        """Wait until they are there, or could not be compiled."""
+        for kernel in self._kernels:
+            kernel.done.wait()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +101,6 @@ class ParallelVae:
         self.operators = VaeOperators(graph, self.options.strict, self.options.engines, learning)
         self.plan: VaePlan | None = None
         self.missed = False  # a rank did not come to the last call
-        self.left_until_compiled: torch.Size | None = None  # what the last call was given, of a rank alone
         self._comm: Comm | None = None
         # Place and version of each weight, and the digest of all.
         self._digested: tuple[list[tuple[int, int]], str] = [], ""
@@ -302,7 +314,6 @@ class ParallelVae:
             fused = fused and left is None and self.operators.fused(given)
             if left == NOT_COMPILED and lean and self.options.strict:
                 left = None  # plain steps meanwhile: the framework's tiles have other frames than all later calls
-            self.left_until_compiled = given.shape if left == NOT_COMPILED and comm.size == 1 else None
             return CallFacts(
                 asked=asked,
                 left=left,
@@ -396,6 +407,8 @@ class ParallelVae:
             verdicts = [Verdict(rank=rank, kind=kind, text=text) for rank, (kind, text) in enumerate(ends)]
             raise failure(self.graph, comm.ranks, verdicts, state)
         reasons = [each.left for each in facts if each.left is not None]
+        if reasons == [NOT_COMPILED] and comm.size == 1:
+            raise KernelsMissing(self.operators.kernels_of(given.shape, given.device, state.dtype))
         if reasons:
             raise VaeFallback(reasons[0])
         apart = [each.channels_first for each in facts]

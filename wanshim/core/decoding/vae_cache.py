@@ -174,17 +174,6 @@ class VaeCache:
         kernels = partial(parallel.operators.kernels_of, shape, given.device, parallel.graph.dtype)
         COMPILER.do(kernels, first=True)
 
-    def wait_for_kernels(self, vae: Any) -> bool:
-        """Wait for those for which the framework was left the VAE's last call, and failed; False: for another cause."""
-        parallel = self._made.get(vae)
-        if parallel is None or parallel.left_until_compiled is None:
-            return False
-        for module in vae.modules():
-            if hasattr(type(module), "clear_cache"):  # of frames
-                module.clear_cache()
-        parallel.operators.wait_for_kernels(parallel.left_until_compiled)
-        return True
-
     def _of(self, vae: Any, group: Any, options: VaeOptions) -> ParallelVae:
         parallel = self._made.get(vae)
         framework = None if parallel is None else parallel.graph.framework

@@ -19,13 +19,13 @@ def indexed(device: str | torch.device) -> torch.device:
 
 
 def available_bytes(device: str | torch.device, *, to_another: bool = False) -> int | None:
-    """Bytes this process may hold on a CUDA device, with what it holds there already; None elsewhere.
+    """Bytes a process may hold on a CUDA device, this one with what it holds there already; None elsewhere.
 
     The least of what is free (CUDA contexts and other processes count as taken), and the share that
     `torch.cuda.set_per_process_memory_fraction` leaves, less a margin for the allocator.
 
     Args:
-        to_another: that another process may hold, for which what this one holds is taken.
+        to_another: a process other than this one, whose memory counts as taken.
     """
     if torch.device(device).type != "cuda" or not torch.cuda.is_available():
         return None

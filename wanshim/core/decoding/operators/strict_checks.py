@@ -94,8 +94,8 @@ class Checks:
 
 
 class _Lengths(TorchDispatchMode):
-    """Notes in what dtypes lengths are computed, in this thread alone: a mode of torch's making says to all threads
-    that they are in one, for good if theirs begin and end meanwhile, and torch.compile leaves their code out."""
+    """Notes in what dtypes lengths are computed. torch's own `__enter__` also sets one flag for all threads: two modes
+    that overlap in two threads leave it set, and torch.compile then compiles nothing."""
 
     def __init__(self) -> None:
         super().__init__()
