@@ -220,7 +220,7 @@ def _feature(verb: str, switched_on_by: str, tiles: str) -> Feature:
 
     return Feature(
         name=f"diffsynth.vae_{verb}",
-        summary=f"Wan and Qwen-Image VAE {verb} shared by all ranks of a torchrun or USP job",
+        summary=f"Wan and Qwen-Image VAE {verb} with fewer kernels, or shared by all ranks of a torchrun or USP job",
         switched_on_by=switched_on_by,
         auto_with="generate",
         relies_on=COMPUTED[verb],

@@ -143,7 +143,7 @@ def _feature(verb: str, switched_on_by: str) -> Feature:
     }
     return Feature(
         name=f"diffusers.vae_{verb}",
-        summary=f"Wan and Qwen-Image VAE {verb} shared by all ranks of a torchrun job",
+        summary=f"Wan and Qwen-Image VAE {verb} with fewer kernels, or shared by all ranks of a torchrun job",
         switched_on_by=switched_on_by,
         auto_with="generate",
         relies_on=COMPUTED[verb],
