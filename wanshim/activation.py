@@ -23,7 +23,7 @@ from wanshim.patching.hooks import ImportHook, is_initializing, when_imported
 from wanshim.patching.probe import SourceTree
 from wanshim.patching.seam import Kind, SeamState, State
 from wanshim.patching.verdict import Verdict
-from wanshim.reporting import Report, ReportRow, SeamRow, check
+from wanshim.reporting import AUTO_WITH, Report, ReportRow, SeamRow, check, may_fail
 from wanshim.select import catalog, features
 
 if TYPE_CHECKING:
@@ -98,7 +98,13 @@ class Activation:
         text = text if text is not None else read.features or "auto"
         auto = {name: feature.is_auto(read) for name, feature in self.known().features.items()}
         found = features.select(text, auto, self.switched(read))
-        return replace(found, reasons={name: hand_over.as_written(why) for name, why in found.reasons.items()})
+        return replace(found, reasons={name: self._reason(name, why) for name, why in found.reasons.items()})
+
+    def _reason(self, name: str, why: str) -> str:
+        feature = self.known().features[name]
+        if why == "auto" and not feature.auto:
+            return AUTO_WITH + settings.names_of(feature.auto_with)[0]
+        return hand_over.as_written(why)
 
     def switched(self, read: settings.Settings) -> dict[str, str]:
         """The features that a variable of their own switches on, with its name."""
@@ -174,8 +180,8 @@ class Activation:
     def _demand(self, selection: features.Selection, read: settings.Settings) -> dict[str, Decision]:
         decisions = {name: self._decide(self.known().features[name], read) for name in selection.reasons}
         for name, decision in decisions.items():
-            beside = selection.reasons[name] == "auto" and not self.known().features[name].auto  # see `auto_with`
-            excused = beside or (decision.verdict is Verdict.ABSENT and name not in selection.named)
+            excused = decision.verdict is Verdict.ABSENT and name not in selection.named
+            excused = excused or may_fail(selection.reasons[name])
             if not excused and decision.verdict in (Verdict.REFUSE, Verdict.ABSENT):
                 raise unavailable(name, decision)
         return decisions
@@ -250,7 +256,8 @@ class Activation:
 
     def _check_strict(self) -> None:
         """Under strict a patch that failed ends the import that it failed in, and every later one."""
-        failed = next((run for run in self.runs.values() if run.error is not None), None)
+        demanded = (run for run in self.runs.values() if not may_fail(run.selected_by))
+        failed = next((run for run in demanded if run.error is not None), None)
         if self.settings.strict and failed is not None:
             raise FeatureUnavailable(
                 f"{failed.feature.name} failed and is not in place: {failed.reason}",

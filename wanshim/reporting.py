@@ -30,6 +30,17 @@ class SeamRow:
 
 
 NOT_NAMED = ("auto", "all", FAST, "--fast")  # what selects features that the user did not name
+AUTO_WITH = "auto with "  # and this, before a variable: `auto` selects it because that one is on
+
+
+def is_named_by(selected_by: str) -> bool:
+    """Whether what has selected a feature names it."""
+    return selected_by not in NOT_NAMED and not may_fail(selected_by)
+
+
+def may_fail(selected_by: str) -> bool:
+    """Whether strict accepts that a feature is not in place: it came with another one."""
+    return selected_by.startswith(AUTO_WITH)
 
 
 @dataclass(frozen=True)
@@ -57,7 +68,7 @@ class ReportRow:
     @property
     def named(self) -> bool:
         """Whether the user asked for it by name, framework, ability or variable."""
-        return self.selected_by is not None and self.selected_by not in NOT_NAMED
+        return self.selected_by is not None and is_named_by(self.selected_by)
 
     @property
     def named_in_list(self) -> bool:
@@ -84,9 +95,10 @@ class ReportRow:
     @property
     def violation(self) -> str | None:
         """The reason for which strict does not accept this row, or None: that it failed or was displaced, and, of a
-        feature that the user named, that it is not in place or had no effect."""
+        feature that the user named, that it is not in place or had no effect. One that came with another may fail."""
         broken, done = ("failed", "displaced"), ("exercised", "not needed", "native")
-        if self.state in broken or (self.named and self.state not in done):
+        must_stay = self.selected_by is None or not may_fail(self.selected_by)
+        if (self.state in broken and must_stay) or (self.named and self.state not in done):
             return f"{self.feature} was selected by {self.selected_by} and is {self.outcome}: {self.reason}"
         return None
 

@@ -19,7 +19,7 @@ from wanshim.doctor.known_engines import KnownEngines, known_engines, unlearned,
 from wanshim.errors import FeatureUnavailable, SettingInvalid
 from wanshim.patching.feature import Feature
 from wanshim.patching.verdict import Verdict
-from wanshim.reporting import NOT_NAMED
+from wanshim.reporting import is_named_by, may_fail
 from wanshim.select import variables
 from wanshim.select.decision import Decision
 from wanshim.select.features import Selection
@@ -58,7 +58,7 @@ class Diagnosis:
     def unknown_code(self) -> tuple[str, ...]:
         """Under strict: the features of installed frameworks, on or off, that are refused for code that is not known.
         Where features were named, of their frameworks."""
-        named = {row.framework for row in self.rows if row.selected_by not in (None, *NOT_NAMED)}
+        named = {row.framework for row in self.rows if row.selected_by is not None and is_named_by(row.selected_by)}
         rows = (row for row in self.rows if not named or row.framework in named)
         return tuple(row.feature for row in rows if not row.known) if self.strict else ()
 
@@ -204,7 +204,8 @@ def _rows(
 def _is_missing(row: DiagnosisRow, selection: Selection) -> bool:
     """Whether a selected feature is unavailable. One whose framework is absent counts if it was named."""
     is_absent = row.verdict == Verdict.ABSENT.value and row.feature in selection.named
-    return row.feature in selection and (row.verdict == Verdict.REFUSE.value or is_absent)
+    is_unavailable = row.verdict == Verdict.REFUSE.value or is_absent
+    return row.feature in selection and is_unavailable and not may_fail(selection.reasons[row.feature])
 
 
 def prepare(text: str | None, read: settings.Settings, option: str = "") -> list[str]:

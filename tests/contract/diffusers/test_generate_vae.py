@@ -197,3 +197,16 @@ def test_strict_asks_for_no_decode_that_nobody_named(
     activate(WANSHIM_STRICT="1", WANSHIM_FEATURES="auto,-diffsynth")
     with pytest.raises(FeatureUnavailable, match="vae_decode"):
         activate(WANSHIM_VAE_MODE="auto")
+
+
+def test_decode_that_the_program_replaced_before_is_its_own_also_under_strict(
+    activate: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = wan_pipelines.wan()
+    own = type(pipe.vae)._decode
+    monkeypatch.setattr(type(pipe.vae), "_decode", lambda self, *args, **kwargs: own(self, *args, **kwargs))
+    activate(WANSHIM_STRICT="1")
+    assert row().selected_by == "auto with WANSHIM_GENERATE"
+    assert row().state == "failed"
+    assert row().violation is None
+    generate(pipe, "wan")
