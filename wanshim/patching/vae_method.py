@@ -59,13 +59,16 @@ def replace_method(
                 seam.fall_back(COMPILED)
 
         def shared(self: Any, *args: Any, **kwargs: Any) -> Any:
-            from wanshim.core.decoding import VaeFallback, input_first
+            from wanshim.core.decoding import VaeFallback, input_first, vae_cache
 
             options = _options(verb, seam)
 
             def call(given: torch.Tensor, *, lean: bool = False, **of_call: Any) -> torch.Tensor:
-                if lean and not _is_asked_for(verb, seam):
+                is_part = not _is_asked_for(verb, seam)
+                if is_part and lean:
                     raise VaeFallback("tiles, whose frames are others than whole ones")
+                if is_part and not vae_cache.gains_alone(given):
+                    raise VaeFallback(f"one process gains nothing by it on {given.device}")
                 return vaes().run(vae_of(self), given, options=options, lean=lean, **ranks(self), **of_call)
 
             given, named = input_first(MethodType(original, self), args, kwargs)

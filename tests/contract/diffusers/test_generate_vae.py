@@ -137,6 +137,13 @@ def test_variable_of_the_decode_itself_has_the_say(activate: Callable[..., None]
     assert row().selected_by == "WANSHIM_VAE_MODE"
 
 
+def test_cpu_gains_nothing(activate: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vae_cache, "gains_alone", lambda given: given.is_cuda)
+    activate()
+    generate(wan_pipelines.wan(), "wan")
+    assert row().fallbacks == {"one process gains nothing by it on cpu": 1}
+
+
 def test_processes_that_each_generate_share_no_decode(activate: Callable[..., None]) -> None:
     pipe = wan_pipelines.wan()
     expected = generate(pipe, "wan")
