@@ -152,11 +152,13 @@ def watch_forward(
             if not getattr(_INSIDE, "calls", 0):
                 _say_alone(seam, model_of(*args, **kwargs))
                 return original(*args, **kwargs)
-            result = original(*args, **kwargs)
+            result, prepare = original(*args, **kwargs), getattr(_INSIDE, "prepare", None)
+            if prepare is None:
+                return result
             given = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim() == 5)
-            latents = next(given, None) if getattr(_INSIDE, "prepare", None) is not None else None
+            latents = next(given, None)
             if latents is not None and not latents.is_meta:  # a trace of shapes comes before the first
-                prepare, _INSIDE.prepare = _INSIDE.prepare, None
+                _INSIDE.prepare = None
                 prepare(latents)
             return result
 
