@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from wanshim.core.shared.fallback import cause_of
+from wanshim.core.shared.optional_triton import hash_ahead
 from wanshim.core.shared.plain import why_not_plain
 from wanshim.core.shared.recent import Recent
 
@@ -44,6 +45,7 @@ class StrictOperators:
 
     def __init__(self, on_rejection: Callable[[str], None]) -> None:
         self._on_rejection = on_rejection
+        hash_ahead()
         self._known: Recent[tuple[Any, ...], _Kernel] = Recent()
 
     def serve(self, x: torch.Tensor) -> bool:
