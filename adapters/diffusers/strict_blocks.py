@@ -80,8 +80,9 @@ def attention(operators: StrictOperators, original: Any) -> Any:
         if rotary_emb is None or any(each is not None for each in of_others):
             return original(self, attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
         query, key, value = module._get_qkv_projections(attn, hidden_states, None)
-        query = _turned(operators, attn.norm_q(query), attn.heads, rotary_emb)
-        key = _turned(operators, attn.norm_k(key), attn.heads, rotary_emb)
+        # Both, as in diffusers, before either is read: where tokens go over GPUs they arrive behind the last norm.
+        query, key = attn.norm_q(query), attn.norm_k(key)
+        query, key = (_turned(operators, each, attn.heads, rotary_emb) for each in (query, key))
         value = value.unflatten(2, (attn.heads, -1))
         options = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "backend": self._attention_backend}
         out = module.dispatch_attention_fn(query, key, value, **options).flatten(2, 3).type_as(query)
