@@ -8,12 +8,13 @@ or one of the first size within each of several limits.
     wanshim generate --gpus 1 -- python benchmarks/generate_script.py group 3 --limit 8 --pair
     wanshim generate --gpus 1 -- python benchmarks/generate_script.py model 2 --limit 8 8 14 16 24
     wanshim generate --gpus 1 -- python benchmarks/generate_script.py model 2 --limit 14 --size 720x1280x81
+    wanshim generate --gpus 2 -- python benchmarks/generate_script.py model 2 --limit 16 16 --others 16
 
 The first argument says how it offloads the transformer: none, model, or group, which is diffusers' with a stream; the
 second how many steps. `--pair` has both experts of Wan 2.2, `--compile` compiles their blocks, `--limit` holds torch's
-allocator to so many GiB once the models are made, and `--size` is that of one call alone. It prints, of each call,
-seconds, the digest of its frames and the peak in GiB of its own GPU; and the host memory of its process at the end,
-shared and locked.
+allocator to so many GiB once the models are made, `--others` leaves so many free on each other GPU, `--size` is
+that of one call alone, and `--guidance 1` generates without guidance, as a distilled model does. It prints, of each call, seconds, the digest of its frames and the peak in GiB of its own GPU;
+what is taken of the others in the end, with the contexts of CUDA; and the host memory of its process, shared and locked.
 """
 
 import argparse
@@ -77,6 +78,8 @@ parser.add_argument("steps", type=int)
 parser.add_argument("--pair", action="store_true")
 parser.add_argument("--compile", action="store_true")
 parser.add_argument("--limit", type=float, nargs="*", default=[])
+parser.add_argument("--others", type=float)
+parser.add_argument("--guidance", type=float, default=5.0)
 parser.add_argument("--size", type=lambda text: tuple(map(int, text.split("x"))))
 given = parser.parse_args()
 start = time.perf_counter()
@@ -85,6 +88,10 @@ if given.compile:
     for name in ("transformer", "transformer_2"):
         if getattr(pipe, name) is not None:
             getattr(pipe, name).compile_repeated_blocks(fullgraph=True)
+filled = {}
+for other in range(1, torch.cuda.device_count() if given.others is not None else 1):
+    free = torch.cuda.mem_get_info(other)[0]
+    filled[other] = torch.empty(int(free - given.others * 2**30), dtype=torch.uint8, device=f"cuda:{other}")
 made_in = time.perf_counter() - start
 seeded = torch.Generator().manual_seed(1)
 prompt, negative = (torch.randn(1, 512, 4096, generator=seeded).to("cuda", torch.bfloat16) for _ in range(2))
@@ -105,7 +112,7 @@ for limit, (height, width, frames) in itertools.product(limits, sizes if len(lim
         width=width,
         num_frames=frames,
         num_inference_steps=given.steps,
-        guidance_scale=5.0,
+        guidance_scale=given.guidance,
         generator=torch.Generator().manual_seed(2),
         output_type="pt",
     ).frames
@@ -115,11 +122,15 @@ for limit, (height, width, frames) in itertools.product(limits, sizes if len(lim
     call = {"size": [height, width, frames], "limit_GiB": limit, "seconds": seconds, "frames": digest, "peak_GiB": peak}
     calls.append(call)
     print(json.dumps(call), flush=True)
+taken = [given.others - torch.cuda.mem_get_info(other)[0] / 2**30 for other in filled]
 row = {
     "offload": given.offload,
     "pair": given.pair,
     "compile": given.compile,
     "made_s": made_in,
+    "guidance": given.guidance,
+    "others_GiB": given.others,
+    "taken_GiB": taken,
     "calls": calls,
 }
 print(json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, **row, "host_GiB": host()}))

@@ -7,7 +7,7 @@ It has a wrapper around each layer, which brings weights to the GPU in each forw
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -78,7 +78,7 @@ def without_management(model: Any) -> Iterator[None]:
         yield
 
 
-def _before(model: Any) -> Callable[[], None] | None:
+def _before(model: Any) -> Callable[[Sequence[torch.Tensor]], None] | None:
     """Weights that an earlier forward has left on the GPU go back to the host, and those in files come there.
 
     Raises:
@@ -102,7 +102,7 @@ def _before(model: Any) -> Callable[[], None] | None:
                     each._load_from_disk("cpu")
                 else:
                     each.load_from_disk(dtype, "cpu")
-    return lambda: None
+    return lambda weights: None
 
 
 def _wrappers(model: Any) -> list[Any]:

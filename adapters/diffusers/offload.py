@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -54,11 +54,11 @@ def replaceable(pipe: Any, models: dict[str, Any]) -> Offload | None:
     return Offload(before=_before, ends=tuple((owner, name) for owner, name in owners if hasattr(owner, name)))
 
 
-def _before(model: Any) -> Callable[[], None]:
+def _before(model: Any) -> Callable[[Sequence[torch.Tensor]], None]:
     """Have the model before this one leave the device, as `enable_model_cpu_offload` does; this one is not moved.
 
     Returns:
-        A function that tells the hooks of the model, which may be off by then, where its weights are now.
+        A function that tells the hooks of the model, which may be off by then, where weights are now.
     """
     import torch
 
@@ -74,14 +74,15 @@ def _before(model: Any) -> Callable[[], None]:
     return partial(_follow, groups, layers)
 
 
-def _follow(groups: list[Any], layers: list[tuple[Any, Any]]) -> None:
+def _follow(groups: list[Any], layers: list[tuple[Any, Any]], weights: Sequence[torch.Tensor]) -> None:
+    moved = set(map(id, weights))
     for group in groups:
         for tensor in group.cpu_param_dict:  # empty without a stream
-            if tensor.device.type == "cpu":
+            if id(tensor) in moved and tensor.device.type == "cpu":
                 group.cpu_param_dict[tensor] = tensor.data
     for module, kept in layers:
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None and name in kept:
+            if id(tensor) in moved and name in kept:
                 kept[name].data = tensor.data
 
 

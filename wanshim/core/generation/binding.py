@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from wanshim.core.sequence import BlockList
+from wanshim.core.streaming.host_copy import Moved
 
 
 class NotShared(Exception):
@@ -63,14 +64,14 @@ class Offload:
 
     Args:
         before: called with a model that is to compute: others leave the device, as that offload has it. It returns a
-            function that is called when the model's weights have other places in host memory; None: that offload
-            leaves the model alone.
+            function that is called with weights of the model which have other places in host memory; None: that
+            offload leaves the model alone.
         ends: objects and the names of their methods before which the streams end: those by which that offload moves
             models between their forwards, and what needs the device's memory next.
         keeps: whether it keeps the weights in host memory between calls, as files do not need to be.
     """
 
-    before: Callable[[nn.Module], Callable[[], None] | None]
+    before: Callable[[nn.Module], Moved | None]
     ends: tuple[tuple[object, str], ...]
     keeps: bool = True
 

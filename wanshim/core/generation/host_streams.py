@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from wanshim.core.streaming import HostCopy, bytes_when_streamed, compute_from
+from wanshim.core.streaming.host_copy import Moved
 from wanshim.undo import Undo
 
 from .binding import Forward, PipelineBinding
@@ -20,11 +21,12 @@ from .binding import Forward, PipelineBinding
 _COPIES: WeakKeyDictionary[nn.Module, HostCopy] = WeakKeyDictionary()
 
 
-def host_copy(model: nn.Module, *, shared: bool) -> HostCopy:
+def host_copy(model: nn.Module, *, shared: bool, moved: Moved = lambda weights: None) -> HostCopy:
     """The copy of a model as its classes made it, without hooks.
 
     Args:
         shared: for other processes too.
+        moved: as of `HostCopy.of`.
 
     Raises:
         PlacementInvalid: no block has weights that can lie there.
@@ -34,7 +36,7 @@ def host_copy(model: nn.Module, *, shared: bool) -> HostCopy:
     if known is None or known.layouts(model) is None or (shared and known.descriptor < 0):
         if known is not None:
             _COPIES.pop(model).wait()
-        known = _COPIES[model] = HostCopy.of(model, shared=shared)
+        known = _COPIES[model] = HostCopy.of(model, shared=shared, moved=moved)
     return known
 
 
@@ -59,24 +61,46 @@ class OwnStreams:
         self._without_replacements = without_replacements
         self._attached = Undo()
         self._models: list[nn.Module] = []
+        self._brought: list[tuple[nn.Module, HostCopy | None]] = []
+        self._are_streamed = False
 
-    def begin(self, forward: Forward, models: list[nn.Module], *, shared: bool) -> Callable[..., Any]:
-        """Stream these models of a forward, and no others.
+    def bring(self, models: list[nn.Module], *, shared: bool) -> list[tuple[nn.Module, HostCopy | None]]:
+        """Take these models, and no others, from the script's offload, and have their weights on the way to where
+        they are streamed from.
 
         Args:
             shared: workers stream them too.
 
         Returns:
-            The function that computes it.
+            Those that the offload has let go, and the copy of each; None: all of that model comes to the device.
 
         Raises:
-            PlacementInvalid, HostMemoryInvalid, torch.OutOfMemoryError: as `host_copy` and `compute_from`.
+            PlacementInvalid, HostMemoryInvalid: as `host_copy`.
         """
         if [*map(id, models)] != [*map(id, self._models)]:
             self.end()
             self._models = models
             for module in models:
-                self._attach(module, shared)
+                self._bring(module, shared)
+        return self._brought
+
+    def begin(self, forward: Forward, models: list[nn.Module], *, shared: bool) -> Callable[..., Any]:
+        """Stream the models of a forward.
+
+        Args:
+            shared: as of `bring`.
+
+        Returns:
+            The function that computes it.
+
+        Raises:
+            PlacementInvalid, HostMemoryInvalid, torch.OutOfMemoryError: as `bring` and `compute_from`.
+        """
+        brought = self.bring(models, shared=shared)
+        if not self._are_streamed:
+            self._are_streamed = True
+            for module, copy in brought:
+                self._attach(module, copy)
         owner, name = forward.owner, forward.attribute
         if any(owner is model for model in models):
             return getattr(type(owner), name).__get__(owner)
@@ -86,6 +110,7 @@ class OwnStreams:
     def end(self) -> None:
         """Give the models back to the script's offload. Safe to call twice."""
         models, self._models = self._models, []
+        self._brought, self._are_streamed = [], False
         if models:
             with self._without_replacements():
                 self._attached.remove()
@@ -95,7 +120,7 @@ class OwnStreams:
             for model in models:
                 _COPIES.pop(model, None)
 
-    def _attach(self, module: nn.Module, shared: bool) -> None:
+    def _bring(self, module: nn.Module, shared: bool) -> None:
         offload = self._binding.offload
         assert offload is not None
         moved = offload.before(module)
@@ -109,10 +134,14 @@ class OwnStreams:
                 if owner is module:  # until then, what the script has there are hooks, which are off
                     self._attached.add(partial(own.update, dict(own)))
                     own.clear()
-            copy = None if bytes_when_streamed(module) is None else host_copy(module, shared=shared)
-            if copy is not None:
+            copy = None
+            if bytes_when_streamed(module) is not None:
+                copy = host_copy(module, shared=shared, moved=moved)
                 self._attached.add(copy.wait)
-            moved()
+            self._brought.append((module, copy))
+
+    def _attach(self, module: nn.Module, copy: HostCopy | None) -> None:
+        with self._without_replacements():
             streams = compute_from(copy, module, self._device)
             self._attached.add(streams.remove)
             self._attached.set(module, {"_apply": self._ending(module)})

@@ -29,7 +29,7 @@ from wanshim.core.shared.gpu_memory import available_bytes
 from wanshim.core.shared.recent import Recent
 from wanshim.core.shared.weight_bytes import num_bytes
 from wanshim.core.strategy.block_trace import trace_forward
-from wanshim.core.streaming import bytes_when_streamed
+from wanshim.core.streaming import HostCopy, bytes_when_streamed
 from wanshim.core.workers import RemoteCall, Replies, Workers
 from wanshim.errors import HostMemoryInvalid, ModelInvalid, RanksFailed, WanshimError, WorkersFailed, WorkersInvalid
 from wanshim.undo import Undo
@@ -300,6 +300,8 @@ class _Call:
                 return self._second(forward, own, args, kwargs)
             if torch.is_grad_enabled():
                 return own(*args, **kwargs)
+            if self._plan is None and self._shared.request.asks_for_one and self._binding.offload is not None:
+                self._bring(forward.used(args, kwargs), shared=False)  # while the plan traces a forward
             plan = self._plan = self._plan or self._decide(forward, args, kwargs)
             is_pair = plan.guidance > 1 and self._binding.is_guided()  # which a user's callback may switch off
             try:
@@ -326,6 +328,7 @@ class _Call:
         it."""
         assert self._plan is not None
         if not self._plan.replaces_offload:
+            self._streams.end()
             return own
         try:
             compute = self._streams.begin(forward, forward.used(args, kwargs), shared=self._plan.streamed)
@@ -517,9 +520,13 @@ class _Call:
         for name, module in self._binding.modules.items():
             if any(module is each for each in models) and not self._is_held(module, workers, count):
                 self._streams.end()  # what is copied is the model as its classes made it
-                if self._binding.offload is not None:
+                brought = self._bring([module], shared=self._plan.streamed) if self._plan.replaces_offload else []
+                if self._binding.offload is not None and not brought:
                     self._binding.offload.before(module)
                 self._shared.copied.add(module)
+                workers.start()  # while the weights come
+                for own in brought:
+                    own.wait()
                 with self._bare():
                     self._check_again(name, module)
                     workers.hold(
@@ -531,6 +538,17 @@ class _Call:
                         host=host_copy(module, shared=True) if self._plan.streamed else None,
                     )
                 self._held[id(module)] = count
+
+    def _bring(self, models: list[nn.Module], *, shared: bool) -> list[HostCopy]:
+        """Have the weights of models that the script offloads on the way to pages that are locked: from these they are
+        sent, too, at several times the rate. What fails here is said where they are streamed."""
+        with contextlib.suppress(Exception):
+            copies = [copy for _, copy in self._streams.bring(models, shared=shared) if copy is not None]
+            for copy in copies:
+                copy.lock(self._devices[0])
+            return copies
+        self._streams.end()
+        return []
 
     def _is_held(self, module: nn.Module, workers: Workers, count: int) -> bool:
         """Whether the first `count` workers hold the module as it is now. An encode may have used fewer than the plan

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ from wanshim.core.streaming.ring import Ring
 from wanshim.errors import PlacementInvalid
 from wanshim.undo import Undo
 
+Moved = Callable[[Sequence[torch.Tensor]], None]
 _NUMBERS = itertools.count()
 MOVED_AT_ONCE = 2  # blocks: giving memory back takes as long as a copy
 _ELSEWHERE = 1 / 8  # of the copy's bytes: more than adapters of a high rank
@@ -59,12 +60,14 @@ class HostCopy:
             os.close(self.descriptor)
 
     @classmethod
-    def of(cls, model: nn.Module, *, shared: bool) -> HostCopy:
+    def of(cls, model: nn.Module, *, shared: bool, moved: Moved = lambda weights: None) -> HostCopy:
         """Move the weights of the model's blocks there. Those on a device stay on it, and are written by `write`.
 
         Args:
             shared: other processes can map it, by its descriptor. Else the weights come in the background, block by
                 block: `wait` for them before anything but a `Ring` looks at the model.
+            moved: called, in a thread, with a block's weights when they have come; what else has their old memory may
+                let go of it.
 
         Raises:
             PlacementInvalid: no block has weights that can lie there.
@@ -80,12 +83,12 @@ class HostCopy:
         with room_for(size, f"the weights of {type(model).__name__}", added=added):
             descriptor = unnamed_file(size) if shared else -1
             made = cls(mapped(descriptor, size) if shared else of_this_process(size), bounds, descriptor)
-            made._move(found)
+            made._move(found, moved)
             if shared:
                 made.wait()
         return made
 
-    def _move(self, found: Sequence[Sequence[torch.Tensor]]) -> None:
+    def _move(self, found: Sequence[Sequence[torch.Tensor]], moved: Moved) -> None:
         inference = torch.is_inference_mode_enabled()  # of this thread
 
         def move(block: Sequence[torch.Tensor], begin: int, end: int) -> None:
@@ -93,6 +96,7 @@ class HostCopy:
                 populate(self.memory[begin:end])
             with torch.inference_mode(inference):
                 self._put(block)
+                moved(block)
 
         for block, (offset, _) in zip(found, self.bounds, strict=True):
             for tensor in block:

@@ -145,6 +145,18 @@ class Workers:
             for worker in self._running.workers:
                 worker.load(self._prepare, tuple(imports))
 
+    def start(self) -> None:
+        """Start the workers, and wait until each has its device and they are connected.
+
+        Raises:
+            WorkersFailed: one of them is gone or gives no sign of life.
+            WanshimError: as `begin`.
+        """
+        self.begin()
+        with self._or_end():
+            if not self._running.are_ready:
+                self._wait_for_start()
+
     def use(self, devices: Sequence[torch.device]) -> None:
         """Run on these devices instead, which are no more. Workers that have begun and hold nothing have used none."""
         assert self.hold_nothing
