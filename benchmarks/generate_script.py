@@ -13,8 +13,9 @@ or one of the first size within each of several limits.
 The first argument says how it offloads the transformer: none, model, or group, which is diffusers' with a stream; the
 second how many steps. `--pair` has both experts of Wan 2.2, `--compile` compiles their blocks, `--limit` holds torch's
 allocator to so many GiB once the models are made, `--others` leaves so many free on each other GPU, `--size` is
-that of one call alone, and `--guidance 1` generates without guidance, as a distilled model does. It prints, of each call, seconds, the digest of its frames and the peak in GiB of its own GPU;
-what is taken of the others in the end, with the contexts of CUDA; and the host memory of its process, shared and locked.
+that of one call alone, and `--guidance 1` generates without guidance, as a distilled model does. It prints, of each
+call, seconds, the digest of its frames and the peak in GiB of its own GPU; what is taken of the others in the end,
+with the contexts of CUDA; and the host memory of its process, shared and locked.
 """
 
 import argparse

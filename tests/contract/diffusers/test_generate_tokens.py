@@ -14,6 +14,7 @@ from tests.contract.diffusers.uneven_heads import five_heads_on_one_thread
 from tests.contract.diffusers.wan_pipelines import generate
 from wanshim.adapters.diffusers.generate import bind
 from wanshim.core.generation import Request, SharedPipeline
+from wanshim.core.sequence.exchange import Passage
 
 pytestmark = pytest.mark.timeout(600)  # a worker imports torch and diffusers
 
@@ -55,6 +56,30 @@ def test_tokens_without_guidance_at_odd_sizes(shared: SharedPipeline, way: tuple
     pipe = wan_pipelines.wan()
     compare(shared, pipe, "wan", way, guidance_scale=1.0, height=48, width=80, num_frames=9)
     compare(shared, pipe, "wan", way, guidance_scale=1.0, prompts=2)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), 0.0])
+@pytest.mark.parametrize("way", [(1, 2), (2, 2)], ids=str)
+def test_tokens_that_come_to_other_values_stay_in_one_process(
+    way: tuple[int, int], wrong: float, shared: SharedPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a block reads them before they have arrived."""
+    video = {"guidance_scale": 5.0 if way[0] == 2 else 1.0, "height": 48, "width": 80, "num_frames": 9}
+    pipe, arrive = wan_pipelines.wan(), Passage.arrive
+
+    def lost(passage: Passage, x: torch.Tensor) -> None:
+        arrive(passage, x)
+        x.fill_(wrong)
+
+    expected = generate(pipe, "wan", **video)
+    shared.request = Request(gpus=4, at_most=way)
+    with monkeypatch.context() as planted:
+        planted.setattr(Passage, "arrive", lost)
+        assert torch.equal(shared.run(partial(bind, pipe), partial(generate, pipe, "wan", **video)), expected)
+    assert shared.plan is not None
+    assert shared.plan.gpus == 1
+    assert any("more than rounding" in reason for reason in shared.plan.rejected.values())
+    compare(shared, pipe, "wan", way, **video)
 
 
 def test_lora_goes_with_the_tokens(shared: SharedPipeline) -> None:

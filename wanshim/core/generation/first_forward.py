@@ -1,12 +1,15 @@
 """The first forward of a new copy in each worker, compared with this process's on a few tokens, or on all if
-it is compiled.
+it is compiled; and the first one whose tokens go over processes.
 
 A copy has a model's weights and attributes. What its code reads beside them may be set in this process alone: a table
-of kernels, a registry, a variable that was read at an import. Then a worker fails, or computes other values.
+of kernels, a registry, a variable that was read at an import. Then a worker fails, or computes other values. Tokens are
+exchanged within a block, whose code may read them in another order than the framework's: then its result is neither.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,12 +20,12 @@ from wanshim.errors import WorkersFailed
 
 from .binding import Forward, NotShared
 
-_FRAMES, _SIZE, _PATCH = 1, 4, 2  # of latents
-_OTHER_GPU = 0.05  # of the largest value: kernels of other GPUs round in another order
+_FRAMES, _SIZE, _PATCH = 1, 8, 2  # of latents: as many tokens as a machine has GPUs, and more
+_ROUNDING = 0.05  # of the largest value: kernels of other GPUs round in another order, and so do parts of the tokens
 
 
 def few_tokens(same: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Arguments of a video's forward with four tokens in place of all.
+    """Arguments of a video's forward with few tokens in place of all.
 
     Args:
         same: the name of its latents (batch, channels, frames, height, width).
@@ -41,18 +44,29 @@ def few_tokens(same: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     return tree_map_only(torch.Tensor, cut, (args, kwargs))  # type: ignore[no-any-return]
 
 
-def compare(workers: Workers, count: int, forward: Forward, args: Any, kwargs: Any, *, whole: bool) -> None:
+def compare(
+    workers: Workers,
+    count: int,
+    forward: Forward,
+    args: Any,
+    kwargs: Any,
+    *,
+    whole: bool,
+    together: Mapping[tuple[int, ...], Callable[[Any, Any], Any]],
+) -> None:
     """Have the first workers, which hold the forward's modules, compute it on a few tokens.
 
     Args:
         whole: on all tokens, of each size: it is compiled for sizes.
+        together: by the ranks of processes over which tokens go, what these compute together from arguments.
 
     Raises:
-        NotShared: one of them cannot, or its result is another than this process's.
+        NotShared: one of them cannot, or a result is another than this process's, of tokens by more than rounding.
     """
     proven = [workers.proven[workers.key(module)] for module in forward.modules.values()]
     sizes = tuple(t.shape for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and whole)
-    if forward.few is None or all(sizes in each for each in proven):
+    found = (*sizes, *together)
+    if forward.few is None or all(found in each for each in proven):
         return
     try:
         if not whole:
@@ -60,7 +74,7 @@ def compare(workers: Workers, count: int, forward: Forward, args: Any, kwargs: A
         mine = tree_leaves(forward.function(*args, **kwargs))
     except Exception:  # no forward of so few tokens, or of this size
         for each in proven:
-            each.add(sizes)
+            each.add(found)
         return
     calls = [workers.call(place, forward.function, *args, **kwargs) for place in range(count)]
     failed = None
@@ -77,11 +91,24 @@ def compare(workers: Workers, count: int, forward: Forward, args: Any, kwargs: A
             raise NotShared("a worker computes other values with its copy of the model than this process")
     if failed is not None:
         raise NotShared(f"a worker cannot compute with its copy of the model: {failed.found}")
+    for ranks, compute in together.items():
+        if math.prod(kwargs[forward.same].shape[-3:]) < _PATCH**2 * len(ranks):  # a process would have no token
+            continue
+        if not all(map(_close, mine, tree_leaves(compute(args, kwargs)))):
+            raise NotShared("tokens over processes have other values than in this one, by more than rounding")
     for each in proven:
-        each.add(sizes)
+        each.add(found)
 
 
 def _equal(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
     if mine.is_cuda and len({torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())}) > 1:
-        return bool((mine - theirs).abs().max() <= _OTHER_GPU * mine.abs().max())
+        return _close(mine, theirs)
     return mine.shape == theirs.shape and torch.equal(mine.nan_to_num(), theirs.nan_to_num())
+
+
+def _close(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Whether they differ by rounding alone. What is no number is so in both."""
+    largest = mine.nan_to_num().abs().max()
+    return bool(((mine - theirs).nan_to_num() * mine.isfinite()).abs().max() <= _ROUNDING * largest) and torch.equal(
+        mine.isfinite(), theirs.isfinite()
+    )

@@ -471,20 +471,25 @@ class _Call:
         else:
             half = self._half(0)
             calls = [*others, *self._sent(forward, half, args, kwargs)]
-            group = self._shared.group(half)
-            replies = Replies(calls, partial(group.abort, "a worker failed"))
-            try:
-                compute = self._here(forward, own, args, kwargs)
-                with tokens.over(group, forward.function, forward.blocks, args, kwargs):
-                    mine = compute(*args, **kwargs)
-            except RanksFailed:
-                replies.raise_failure()
-                raise
-            theirs = replies.results()
+            mine, theirs = self._in_half(half, forward, self._here(forward, own, args, kwargs), args, kwargs, calls)
         self.is_busy = False
         self._shared.shared_forwards += 1
         self._prepare_decode()
         return mine, theirs[0]
+
+    def _in_half(
+        self, half: tokens.Half, forward: Forward, compute: Any, args: Any, kwargs: Any, calls: Sequence[RemoteCall]
+    ) -> tuple[Any, list[Any]]:
+        """The result of this process's half, and what those return that compute meanwhile."""
+        group = self._shared.group(half)
+        replies = Replies(calls, partial(group.abort, "a worker failed"))
+        try:
+            with tokens.over(group, forward.function, forward.blocks, args, kwargs):
+                mine = compute(*args, **kwargs)
+        except RanksFailed:
+            replies.raise_failure()
+            raise
+        return mine, replies.results()
 
     def _half(self, number: int) -> tokens.Half:
         assert self._plan is not None
@@ -502,8 +507,22 @@ class _Call:
         with self._without_replacements():
             # blocks whose tokens go over GPUs are not compiled
             whole = forward.is_compiled or (self._shared.request.fast_forwards and self._plan.sequence == 1)
-            compare(workers, self._plan.gpus - 1, forward, args, kwargs, whole=whole)
-        args, kwargs = forward.as_sent(args, kwargs)
+            halves = map(self._half, range(self._plan.guidance) if self._plan.sequence > 1 else ())
+            together = {each.ranks: partial(self._over_tokens, forward, each) for each in halves}
+            compare(workers, self._plan.gpus - 1, forward, args, kwargs, whole=whole, together=together)
+        return self._calls(forward, half, *forward.as_sent(args, kwargs))
+
+    def _over_tokens(self, forward: Forward, half: tokens.Half, args: Any, kwargs: Any) -> Any:
+        """The result of a half that does nothing else."""
+        calls = self._calls(forward, half, args, kwargs)
+        if 0 in half.ranks:
+            return self._in_half(half, forward, forward.function, args, kwargs, calls)[0]
+        results = [call.result() for call in calls]
+        return results[0]
+
+    def _calls(self, forward: Forward, half: tokens.Half, args: Any, kwargs: Any) -> list[RemoteCall]:
+        assert self._plan is not None
+        workers = self._shared.workers_on(self._plan)
         if len(half.ranks) == 1:
             return [workers.call(half.ranks[0] - 1, forward.function, *args, **kwargs)]
         return [
