@@ -66,8 +66,17 @@ def arms_tables() -> str:
 
 
 def engine_tables() -> str:
-    """The arms of a run on two GPUs by the fastest of cuDNN's engines, a table a layout."""
-    return _tables({layout: measured.result(f"vae_decode_{layout}_2xH200") for layout in CLIPS})
+    """The arms of runs on two GPUs by the fastest of cuDNN's engines, and of one on four, a table a layout."""
+    return _tables({layout: _with_four("decode", measured.result(f"vae_decode_{layout}_2xH200")) for layout in CLIPS})
+
+
+def _with_four(verb: str, record: dict[str, Any]) -> dict[str, Any]:
+    """A record on two GPUs with the arms of the one on four, where there is one."""
+    name = f"vae_{verb}_{record['rows'][0]['layout']}_4xH200"
+    if not (measured.RESULTS / f"{name}.json").exists():
+        return record
+    four = measured.result(name)
+    return {**record, "rows": [*record["rows"], *({**row, "commit": four["commit"]} for row in four["rows"])]}
 
 
 def winograd_tables() -> str:
@@ -83,18 +92,17 @@ def encode_tables() -> str:
 
 
 def encode_engine_tables() -> str:
-    """The arms of an encode on two GPUs by the fastest of cuDNN's engines, a table a layout."""
-    return _encode_tables({layout: f"vae_encode_{layout}_2xH200" for layout in CLIPS})
+    """The arms of an encode on two and four GPUs by the fastest of cuDNN's engines, a table a layout."""
+    return _encode_tables({layout: f"vae_encode_{layout}_2xH200" for layout in CLIPS}, engines=True)
 
 
-def _encode_tables(names: Mapping[str, str]) -> str:
+def _encode_tables(names: Mapping[str, str], *, engines: bool = False) -> str:
     records = {layout: measured.result(name) for layout, name in names.items()}
-    return _tables(
-        {
-            layout: {**record, "rows": [row for row in record["rows"] if row["layout"] == layout]}
-            for layout, record in records.items()
-        }
-    )
+    chosen = {
+        layout: {**record, "rows": [row for row in record["rows"] if row["layout"] == layout]}
+        for layout, record in records.items()
+    }
+    return _tables({layout: _with_four("encode", record) if engines else record for layout, record in chosen.items()})
 
 
 def image_table() -> str:
