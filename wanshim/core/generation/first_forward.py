@@ -20,12 +20,12 @@ from wanshim.errors import WorkersFailed
 
 from .binding import Forward, NotShared
 
-_FRAMES, _SIZE, _PATCH = 1, 8, 2  # of latents: as many tokens as a machine has GPUs, and more
+_FRAMES, _SIZE, _PATCH = 1, 4, 2  # of latents: a token for each of four GPUs
 _ROUNDING = 0.05  # of the largest value: kernels of other GPUs round in another order, and so do parts of the tokens
 
 
 def few_tokens(same: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Arguments of a video's forward with few tokens in place of all.
+    """Arguments of a video's forward with four tokens in place of all.
 
     Args:
         same: the name of its latents (batch, channels, frames, height, width).
