@@ -429,7 +429,8 @@ class Settings:
         "decode and encode on all GPUs",
         "auto",
         "How ranks share an encode: `auto`, `temporal`, `spatial`, `off`. Switches `vae_encode` on, but not "
-        "`vllm_omni.vae_encode`, which `WANSHIM_FEATURES` names.",
+        "`vllm_omni.vae_encode`, which `WANSHIM_FEATURES` names. Unset beside `WANSHIM_GENERATE`, one process encodes "
+        "by strict operators, as it decodes.",
         off="off",
         read_by=("vae_encode",),
         fast="auto",
