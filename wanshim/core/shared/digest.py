@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
@@ -64,7 +65,7 @@ def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
         places: list[int] = []
         parts: list[torch.Tensor] = []
         for key, those in alike.items():
-            at_once = max(1, _BLOCK // max(1, most[key]))
+            at_once = max(1, _BLOCK // max(1, most[key])) if device.type != "cpu" else 1  # kernels to launch
             for start in range(0, len(those), at_once):
                 some = those[start : start + at_once]
                 words = [_words(tensors[place].detach().reshape(-1)) for place in some]
@@ -92,14 +93,21 @@ def _digest(words: torch.Tensor, factors: torch.Tensor, products: torch.Tensor) 
     """
     count = words.size(-1)
     if words.numel() <= _BLOCK:
-        return torch.mul(words, factors[:count], out=products[: words.numel()].view(words.shape)).sum(-1)
+        return _weighted(words, factors[:count], products)
     blocks = range(0, count, _BLOCK)
     sums = torch.empty(len(blocks), dtype=torch.int64, device=words.device)
     for each, start in zip(sums, blocks, strict=True):
         piece = words[start : start + _BLOCK]
-        size = piece.numel()
-        torch.sum(torch.mul(piece, factors[:size], out=products[:size]), 0, out=each)
+        each.copy_(_weighted(piece, factors[: piece.numel()], products))
     return (sums * torch.arange(1, 2 * count + 1, 2 * _BLOCK, device=words.device)).sum()
+
+
+def _weighted(words: torch.Tensor, factors: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
+    """The sum of words * factors, or of each row of several."""
+    place = products[: words.numel()].view(words.shape)
+    if words.is_cpu:  # numpy: on a host with many cores torch's threads take ten times as long to meet as one computes
+        return torch.from_numpy(np.asarray(np.multiply(words.numpy(), factors.numpy(), out=place.numpy()).sum(-1)))
+    return torch.mul(words, factors, out=place).sum(-1)
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
