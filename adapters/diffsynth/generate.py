@@ -90,6 +90,7 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
                 blocks=denoising.blocks,
                 reads=frozenset(inspect.signature(pipe.model_fn).parameters),
                 few=None if cached else denoising.few,
+                count=denoising.count,
                 is_compiled=compiled,
                 sent=numbered if cached else None,
             ),

@@ -220,6 +220,7 @@ def _binding(
                 same="hidden_states",
                 blocks=blocks_of,
                 few=None if model in cached else partial(_few, model),
+                count=partial(_count, model),
                 is_compiled=is_compiled(model),
                 sent=partial(step_cache.sent, model) if model in cached else None,
             )
@@ -357,6 +358,16 @@ def _few(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any
     from wanshim.core.generation import few_tokens
 
     return (args, kwargs) if hasattr(model, "transformer_blocks") else few_tokens("hidden_states", args, kwargs)
+
+
+def _count(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """The tokens of a forward that has them by name."""
+    from wanshim.core.generation import count_tokens
+
+    if "hidden_states" not in kwargs:
+        return 0
+    is_packed = hasattr(model, "transformer_blocks")
+    return int(kwargs["hidden_states"].shape[1]) if is_packed else count_tokens("hidden_states", args, kwargs)
 
 
 def set_up_copy(model: Any) -> None:

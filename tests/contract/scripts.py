@@ -40,5 +40,4 @@ def check_shared(folder: Path, module: str, *arguments: str) -> str:
     found, said = run(folder / "shared", module, *arguments, behind=generate(2))
     assert all(map(torch.equal, expected, found))
     assert "WanPipeline on cpu, cpu: guidance over 2, bit for bit the frames of one GPU" in said, said
-    assert "diffusers.generate: left to the framework" not in said, said  # a decode is, for a CPU gains nothing by it
     return said

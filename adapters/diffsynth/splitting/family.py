@@ -65,7 +65,7 @@ class Denoising:
     Args:
         pipeline: the class, by module and name.
         function: the function that its loop calls as `model_fn`, by module and name.
-        same, empty, few, blocks: as in `wanshim.core.generation.Forward`; functions of a module file.
+        same, empty, few, count, blocks: as in `wanshim.core.generation.Forward`; functions of a module file.
         refusal: of a pipeline: what it computes that no worker would, or None.
     """
 
@@ -74,6 +74,7 @@ class Denoising:
     same: str
     empty: Callable[..., Any]
     few: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]
+    count: Callable[[tuple[Any, ...], dict[str, Any]], int]
     blocks: Callable[..., list[BlockList]]
     refusal: Callable[[Any], str | None] = lambda pipe: None
 

@@ -141,6 +141,10 @@ def few_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]
     }
 
 
+def count_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    return int(kwargs["packed"]["token_tags"].shape[0])
+
+
 CLASSES = (
     f"{MODULE}.MiniMaxH3DiT",
     f"{MODULE}_comfy.MiniMaxH3DiTComfy",
@@ -164,6 +168,7 @@ FAMILY = Family(
         same="video_latents",
         empty=empty_result,
         few=few_tokens,
+        count=count_tokens,
         blocks=blocks_of,
     ),
     refused_parts={"dit.vdn_enabled": "VDN: its blocks attend by kernels of their own, over a layout that they keep"},

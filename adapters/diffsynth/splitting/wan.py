@@ -74,6 +74,12 @@ def few_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]
     return generation.few_tokens("latents", args, kwargs)
 
 
+def count_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    from wanshim.core import generation
+
+    return generation.count_tokens("latents", args, kwargs)
+
+
 def music_refusal(pipe: Any) -> str | None:
     dances = hasattr(pipe.dit, "music_injector") or hasattr(pipe.dit, "music_encoder")
     return "WanToDance writes the music into its DiT in each forward" if dances else None
@@ -103,6 +109,7 @@ FAMILY = Family(
         same="latents",
         empty=empty_result,
         few=few_tokens,
+        count=count_tokens,
         blocks=blocks_of,
         refusal=music_refusal,
     ),

@@ -58,12 +58,11 @@ def test_tokens_without_guidance_at_odd_sizes(shared: SharedPipeline, way: tuple
     compare(shared, pipe, "wan", way, guidance_scale=1.0, prompts=2)
 
 
-@pytest.mark.parametrize("wrong", [float("nan"), 0.0])
+@pytest.mark.parametrize("wrong", [float("nan"), 100.0])
 @pytest.mark.parametrize("way", [(1, 2), (2, 2)], ids=str)
 def test_tokens_that_come_to_other_values_stay_in_one_process(
     way: tuple[int, int], wrong: float, shared: SharedPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where a block reads them before they have arrived."""
     video = {"guidance_scale": 5.0 if way[0] == 2 else 1.0, "height": 48, "width": 80, "num_frames": 9}
     pipe, arrive = wan_pipelines.wan(), Passage.arrive
 

@@ -131,6 +131,54 @@ def test_a_worker_of_the_other_half_that_is_killed_is_named(shared: SharedPipeli
     assert shared.pids == ()
 
 
+def compared(shared: SharedPipeline, model: toy.Model, way: tuple[int, int]) -> torch.Tensor:
+    shared.request = Request(gpus=4, at_most=way)
+    bind = partial(toy.bind, model, way[0] == 2, compares=True)
+    return shared.run(bind, partial(toy.generate, model, 11, guided=way[0] == 2))
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_block_that_reads_tokens_before_they_have_arrived_stays_in_one_process(
+    shared: SharedPipeline, model: toy.Model, way: tuple[int, int]
+) -> None:
+    expected = toy.generate(model, 11, guided=way[0] == 2)
+    assert torch.allclose(compared(shared, model, way), expected, rtol=1e-5, atol=1e-5)
+    assert shared.plan is not None
+    assert (shared.plan.guidance, shared.plan.sequence) == way
+    model.blocks[1].attention.reads_early = True
+    assert torch.equal(compared(shared, model, way), expected)
+    assert shared.plan.gpus == 1
+    assert any("before they have arrived" in reason for reason in shared.plan.rejected.values())
+
+
+def test_a_worker_of_the_other_half_that_fails_in_the_comparison_is_named(
+    shared: SharedPipeline, model: toy.Model
+) -> None:
+    run(shared, model)
+    begun, pid = time.monotonic(), shared.pids[2]
+    model.blocks[1].raises_together_in = pid
+    with pytest.raises(WorkersFailed, match=rf"process {pid}\) failed: OutOfMemoryError"):
+        compared(shared, model, (2, 2))
+    assert time.monotonic() - begun < 30
+    model.blocks[1].raises_together_in = 0
+    expected = toy.generate(model, 11)
+    assert torch.allclose(compared(shared, model, (2, 2)), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_workers_that_compute_other_values_serve_the_next_call(shared: SharedPipeline, model: toy.Model) -> None:
+    expected = toy.generate(model, 11, guided=False)
+    run(shared, model, (1, 3))
+    pids = shared.pids
+    model.blocks[0].does = "differs"
+    assert torch.equal(compared(shared, model, (1, 3)), expected)
+    assert shared.plan is not None
+    assert any("computes other values" in reason for reason in shared.plan.rejected.values())
+    model.blocks[0].does = ""
+    assert torch.allclose(compared(shared, model, (1, 3)), expected, rtol=1e-5, atol=1e-5)
+    assert shared.plan.sequence == 3
+    assert shared.pids == pids
+
+
 @pytest.mark.parametrize(
     ("does", "text"),
     [

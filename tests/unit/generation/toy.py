@@ -20,11 +20,14 @@ HEADS, DIM = 5, 4
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.heads = HEADS
+        self.heads, self.reads_early = HEADS, False
         self.q, self.k, self.v, self.out = (nn.Linear(HEADS * DIM, HEADS * DIM) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (part(x).unflatten(2, (self.heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q = self.q(x)
+        if self.reads_early:
+            q = q * 1
+        q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in (q, self.k(x), self.v(x)))
         return self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
@@ -33,10 +36,14 @@ class Block(nn.Module):
         super().__init__()
         self.attention, self.does = Attention(), ""
         self.home = os.getpid()
+        self.raises_together_in = 0  # the process that does, where it has a part of the tokens
 
     def forward(self, x: torch.Tensor, prompt: torch.Tensor) -> torch.Tensor:
         if os.getpid() != self.home:
             FAULTS[self.does]()
+            x = x + (self.does == "differs")
+        if os.getpid() == self.raises_together_in and self.attention.heads != HEADS:
+            out_of_memory()
         return x + self.attention(x).tanh() * prompt
 
 
@@ -115,6 +122,7 @@ FAULTS: dict[str, Callable[[], object]] = {
     "ends": end,
     "stops": stop,
     "sleeps": lambda: time.sleep(600),
+    "differs": lambda: None,
 }
 
 
@@ -137,7 +145,15 @@ def blocks_of(model: Model | JointModel, *_: object, **__: object) -> list[Block
     ]
 
 
-def bind(model: Model | JointModel, guided: bool = True) -> PipelineBinding:
+def few(args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    return args, {**kwargs, "x": kwargs["x"][:, :4].contiguous()}
+
+
+def count(args: Any, kwargs: dict[str, Any]) -> int:
+    return int(kwargs["x"].shape[1])
+
+
+def bind(model: Model | JointModel, guided: bool = True, *, compares: bool = False) -> PipelineBinding:
     forward = Forward(
         owner=model,
         attribute="forward",
@@ -146,6 +162,8 @@ def bind(model: Model | JointModel, guided: bool = True) -> PipelineBinding:
         empty=lambda **given: (torch.empty_like(given["x"]),),
         same="x",
         blocks=blocks_of,
+        few=few if compares else None,
+        count=count if compares else None,
     )
     return PipelineBinding(name="Toy", forwards=(forward,), is_guided=lambda: guided, heads=HEADS)
 

@@ -82,13 +82,16 @@ def test_workers_that_begin_ahead_import_meanwhile_and_are_those_that_hold(model
 
 
 @pytest.mark.usefixtures("forked")
-def test_workers_that_hold_nothing_can_be_fewer_and_on_other_devices(model):
+def test_workers_that_have_not_started_can_be_fewer_and_on_other_devices(model):
     workers = Workers(CPU, [CPU, CPU], deadline=120)
     workers.begin()
     first, second = workers.pids
     workers.use([torch.device("cpu:0")])
     assert workers.pids == (first,)
     assert not alive(second)
+    workers.start()
+    with pytest.raises(AssertionError):
+        workers.use([CPU])
     workers.hold(model)
     with pytest.raises(WorkersFailed, match=f"the worker on cpu:0 .process {first}. failed"):
         result(workers, functions.fail, "no such thing")

@@ -2,7 +2,7 @@
 
 from .binding import Forward, NotShared, Offload, PipelineBinding
 from .decide import decide
-from .first_forward import few_tokens
+from .first_forward import count_tokens, few_tokens
 from .job import GenerationJob, Limits, Request
 from .plan import GenerationPlan
 from .shared_pipeline import SharedPipeline
@@ -17,6 +17,7 @@ __all__ = [
     "PipelineBinding",
     "Request",
     "SharedPipeline",
+    "count_tokens",
     "decide",
     "few_tokens",
 ]

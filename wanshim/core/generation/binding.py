@@ -33,6 +33,7 @@ class Forward:
         reads: names of the arguments that it reads; no others are sent. None: all.
         few: from its arguments, those of a forward with few tokens, by which new copies are compared; None: they are
             not.
+        count: from its arguments, their tokens, by which those that go over processes are compared; None: they are not.
         is_compiled: by torch.compile, whose kernels are made for sizes: copies are compared at each, with all tokens.
         sent: from its arguments, those with which a worker calls `function`; None: the same.
     """
@@ -46,6 +47,7 @@ class Forward:
     blocks: Callable[..., Sequence[BlockList]] | None = None
     reads: frozenset[str] | None = None
     few: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Any]] | None = None
+    count: Callable[[tuple[Any, ...], dict[str, Any]], int] | None = None
     is_compiled: bool = False
     sent: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Any]] | None = None
 

@@ -3,13 +3,13 @@ it is compiled; and the first one whose tokens go over processes.
 
 A copy has a model's weights and attributes. What its code reads beside them may be set in this process alone: a table
 of kernels, a registry, a variable that was read at an import. Then a worker fails, or computes other values. Tokens are
-exchanged within a block, whose code may read them in another order than the framework's: then its result is neither.
+exchanged within a block, whose code may read them in another order than the framework's, before they are there.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +20,16 @@ from wanshim.errors import WorkersFailed
 
 from .binding import Forward, NotShared
 
-_FRAMES, _SIZE, _PATCH = 1, 4, 2  # of latents: a token for each of four GPUs
-_ROUNDING = 0.05  # of the largest value: kernels of other GPUs round in another order, and so do parts of the tokens
+_FRAMES, _SIZE, _PATCH = 1, 4, 2  # of latents: four tokens
+_OTHER_GPU = 0.05  # of the largest value: kernels of other GPUs round in another order
+_LATE = 0.0, 1.0  # in place of tokens that have not arrived: a result that they change has read them
+_OTHER_PARTS = 0.1  # of the norm: so do parts of the tokens, and in eight bits a different one goes a long way
+
+
+def count_tokens(same: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """The tokens of a video's forward. Args: same: as of `few_tokens`."""
+    frames, height, width = kwargs[same].shape[-3:]
+    return int(frames * (height // _PATCH) * (width // _PATCH))
 
 
 def few_tokens(same: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -52,13 +60,14 @@ def compare(
     kwargs: Any,
     *,
     whole: bool,
-    together: Mapping[tuple[int, ...], Callable[[Any, Any], Any]],
+    together: Mapping[tuple[int, ...], Callable[[Any, Any, float], Any]],
 ) -> None:
     """Have the first workers, which hold the forward's modules, compute it on a few tokens.
 
     Args:
         whole: on all tokens, of each size: it is compiled for sizes.
-        together: by the ranks of processes over which tokens go, what these compute together from arguments.
+        together: by the ranks of processes over which tokens go, what these compute together: from arguments, and
+            what tokens are that have not arrived.
 
     Raises:
         NotShared: one of them cannot, or a result is another than this process's, of tokens by more than rounding.
@@ -77,8 +86,8 @@ def compare(
             each.add(found)
         return
     calls = [workers.call(place, forward.function, *args, **kwargs) for place in range(count)]
-    failed = None
-    for call in calls:
+    failed, differs = None, False
+    for call in calls:  # all replies are received, whatever one says
         try:
             theirs = tree_leaves(call.result(spare=True))
         except WorkersFailed as error:
@@ -87,28 +96,38 @@ def compare(
             failed = failed or error
             continue
         equal = all(map(_equal, mine, theirs))
-        if not equal and all(map(torch.equal, mine, tree_leaves(forward.function(*args, **kwargs)))):
-            raise NotShared("a worker computes other values with its copy of the model than this process")
+        differs |= not equal and all(map(torch.equal, mine, tree_leaves(forward.function(*args, **kwargs))))
+    if differs:
+        raise NotShared("a worker computes other values with its copy of the model than this process")
     if failed is not None:
         raise NotShared(f"a worker cannot compute with its copy of the model: {failed.found}")
     for ranks, compute in together.items():
-        if math.prod(kwargs[forward.same].shape[-3:]) < _PATCH**2 * len(ranks):  # a process would have no token
+        if forward.count is None or forward.count(args, kwargs) < len(ranks):  # a process would have no token
             continue
-        if not all(map(_close, mine, tree_leaves(compute(args, kwargs)))):
+        first, second = (tree_leaves(compute(args, kwargs, late)) for late in _LATE)
+        again = partial(compute, args, kwargs, _LATE[0])
+        if not _are_equal(first, second) and _are_equal(first, tree_leaves(again())):
+            raise NotShared("a block reads tokens before they have arrived from other processes")
+        if not all(map(_close, mine, first)):
             raise NotShared("tokens over processes have other values than in this one, by more than rounding")
     for each in proven:
         each.add(found)
 
 
+def _are_equal(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(ones, others, strict=True))
+
+
 def _equal(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
     if mine.is_cuda and len({torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())}) > 1:
-        return _close(mine, theirs)
+        return bool((mine - theirs).abs().max() <= _OTHER_GPU * mine.abs().max())
     return mine.shape == theirs.shape and torch.equal(mine.nan_to_num(), theirs.nan_to_num())
 
 
 def _close(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Whether they differ by rounding alone. What is no number is so in both."""
-    largest = mine.nan_to_num().abs().max()
-    return bool(((mine - theirs).nan_to_num() * mine.isfinite()).abs().max() <= _ROUNDING * largest) and torch.equal(
-        mine.isfinite(), theirs.isfinite()
-    )
+    """Whether they differ by rounding alone, and the same elements are no numbers."""
+    numbers = mine.isfinite()
+    if mine.shape != theirs.shape or not torch.equal(numbers, theirs.isfinite()):
+        return False
+    mine, theirs = (each[numbers].float() for each in (mine, theirs))
+    return bool((mine - theirs).norm() <= _OTHER_PARTS * mine.norm())

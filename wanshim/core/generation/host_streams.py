@@ -40,6 +40,14 @@ def host_copy(model: nn.Module, *, shared: bool, moved: Moved = lambda weights: 
     return known
 
 
+def _settle(model: nn.Module, copy: HostCopy) -> None:
+    """Wait until the weights have come. A block that failed to stays where it was, and another copy takes its place."""
+    try:
+        copy.wait()
+    except Exception:  # who streamed the block has said it
+        _COPIES.pop(model, None)
+
+
 class OwnStreams:
     """Streams of one call of a pipeline, of the models of one forward at a time.
 
@@ -137,7 +145,7 @@ class OwnStreams:
             copy = None
             if bytes_when_streamed(module) is not None:
                 copy = host_copy(module, shared=shared, moved=moved)
-                self._attached.add(copy.wait)
+                self._attached.add(partial(_settle, module, copy))
             self._brought.append((module, copy))
 
     def _attach(self, module: nn.Module, copy: HostCopy | None) -> None:

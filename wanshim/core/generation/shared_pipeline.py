@@ -471,20 +471,27 @@ class _Call:
         else:
             half = self._half(0)
             calls = [*others, *self._sent(forward, half, args, kwargs)]
-            mine, theirs = self._in_half(half, forward, self._here(forward, own, args, kwargs), args, kwargs, calls)
+            mine, theirs = self._in_half(half, forward, self._here(forward, own, args, kwargs), (args, kwargs), calls)
         self.is_busy = False
         self._shared.shared_forwards += 1
         self._prepare_decode()
         return mine, theirs[0]
 
     def _in_half(
-        self, half: tokens.Half, forward: Forward, compute: Any, args: Any, kwargs: Any, calls: Sequence[RemoteCall]
+        self,
+        half: tokens.Half,
+        forward: Forward,
+        compute: Callable[..., Any],
+        given: tuple[Any, Any],
+        calls: Sequence[RemoteCall],
+        *,
+        late: float | None = None,
     ) -> tuple[Any, list[Any]]:
-        """The result of this process's half, and what those return that compute meanwhile."""
-        group = self._shared.group(half)
+        """The result of this process's half, and what those return that compute meanwhile; `late` as of `sharded`."""
+        (args, kwargs), group = given, self._shared.group(half)
         replies = Replies(calls, partial(group.abort, "a worker failed"))
         try:
-            with tokens.over(group, forward.function, forward.blocks, args, kwargs):
+            with tokens.over(group, forward.function, forward.blocks, args, kwargs, late=late):
                 mine = compute(*args, **kwargs)
         except RanksFailed:
             replies.raise_failure()
@@ -512,26 +519,22 @@ class _Call:
             compare(workers, self._plan.gpus - 1, forward, args, kwargs, whole=whole, together=together)
         return self._calls(forward, half, *forward.as_sent(args, kwargs))
 
-    def _over_tokens(self, forward: Forward, half: tokens.Half, args: Any, kwargs: Any) -> Any:
-        """The result of a half that does nothing else."""
-        calls = self._calls(forward, half, args, kwargs)
+    def _over_tokens(self, forward: Forward, half: tokens.Half, args: Any, kwargs: Any, late: float) -> Any:
+        """The result of a half while the other one waits."""
+        calls = self._calls(forward, half, args, kwargs, late)
         if 0 in half.ranks:
-            return self._in_half(half, forward, forward.function, args, kwargs, calls)[0]
-        results = [call.result() for call in calls]
-        return results[0]
+            return self._in_half(half, forward, forward.function, (args, kwargs), calls, late=late)[0]
+        return Replies(calls, lambda: None).results()[0]
 
-    def _calls(self, forward: Forward, half: tokens.Half, args: Any, kwargs: Any) -> list[RemoteCall]:
+    def _calls(
+        self, forward: Forward, half: tokens.Half, args: Any, kwargs: Any, late: float | None = None
+    ) -> list[RemoteCall]:
         assert self._plan is not None
         workers = self._shared.workers_on(self._plan)
         if len(half.ranks) == 1:
             return [workers.call(half.ranks[0] - 1, forward.function, *args, **kwargs)]
-        return [
-            workers.call(
-                rank - 1, tokens.compute, half, workers.file, rank, forward.function, forward.blocks, args, kwargs
-            )
-            for rank in half.ranks
-            if rank
-        ]
+        given = forward.function, forward.blocks, args, kwargs, late
+        return [workers.call(rank - 1, tokens.compute, half, workers.file, rank, *given) for rank in half.ranks if rank]
 
     def _hold(self, models: Sequence[nn.Module], workers: Workers) -> None:
         assert self._plan is not None

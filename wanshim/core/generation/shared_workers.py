@@ -51,7 +51,7 @@ class SharedWorkers:
         """Workers on these devices beside the first; those that hold copies may run on more, which get no copies."""
         own, *others = devices
         here = self._workers.get(own)
-        if here is not None and here.hold_nothing and len(here.devices) >= len(others):
+        if here is not None and not here.have_started and len(here.devices) >= len(others):
             here.use(others)
         elif here is None or here.devices[: len(others)] != tuple(others):
             self.end(own)

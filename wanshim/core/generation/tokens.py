@@ -42,18 +42,27 @@ def join(half: Half, file: int, rank: int) -> SequenceGroup:
 
 
 def over(
-    group: SequenceGroup, function: Any, blocks: Callable[..., Sequence[BlockList]] | None, args: Any, kwargs: Any
+    group: SequenceGroup,
+    function: Any,
+    blocks: Callable[..., Sequence[BlockList]] | None,
+    args: Any,
+    kwargs: Any,
+    *,
+    late: float | None,
 ) -> AbstractContextManager[None]:
-    """While it is open, `function(*args, **kwargs)` has this process's part of the tokens in it."""
+    """While it is open, `function(*args, **kwargs)` has this process's part of the tokens in it; `late` as of
+    `sharded`."""
     assert blocks is not None, "or its plan had no tokens over processes"
-    return sharded(blocks(function, *args, **kwargs), group)
+    return sharded(blocks(function, *args, **kwargs), group, late=late)
 
 
-def compute(half: Half, file: int, rank: int, function: Any, blocks: Any, args: Any, kwargs: Any) -> Any:
+def compute(
+    half: Half, file: int, rank: int, function: Any, blocks: Any, args: Any, kwargs: Any, late: float | None
+) -> Any:
     """A worker's part of `function(*args, **kwargs)`; the first process of a half returns the result."""
     if half not in _JOINED:
         _JOINED[half] = join(half, file, rank)
-    with over(_JOINED[half], function, blocks, args, kwargs):
+    with over(_JOINED[half], function, blocks, args, kwargs, late=late):
         result = function(*args, **kwargs)
     return result if rank == half.ranks[0] else None
 

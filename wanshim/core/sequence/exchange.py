@@ -22,11 +22,16 @@ from .plan import SequencePlan, spans
 
 
 class Passage:
-    """One tensor's way from tokens to heads or, for `to_heads=False`, back; and its gradient's the other way."""
+    """One tensor's way from tokens to heads or, for `to_heads=False`, back; and its gradient's the other way.
 
-    def __init__(self, group: SequenceGroup, plan: SequencePlan, *, to_heads: bool) -> None:
-        self._group, self._plan, self._to_heads = group, plan, to_heads
+    Args:
+        late: what each element is until it is awaited, however fast it comes. None: whatever it is by then.
+    """
+
+    def __init__(self, group: SequenceGroup, plan: SequencePlan, *, to_heads: bool, late: float | None = None) -> None:
+        self._group, self._plan, self._to_heads, self._late = group, plan, to_heads, late
         self._pending: InFlight | None = None
+        self._behind: tuple[torch.Tensor, torch.Tensor] | None = None  # of a late one: its place, and what comes there
         self._gradient: torch.Tensor | None = None
 
     def start(self, x: torch.Tensor) -> torch.Tensor:
@@ -43,12 +48,20 @@ class Passage:
     def _move(self, x: torch.Tensor, *, to_heads: bool) -> torch.Tensor:
         move = start_to_heads if to_heads else start_to_tokens
         out, self._pending = move(self._group, self._plan, x)
-        return out
+        if self._late is None:
+            return out
+        place = torch.full_like(out, self._late)
+        self._behind = place, out
+        return place
 
     def _await(self) -> None:
         assert self._pending is not None
         self._pending.wait()
         self._pending = None
+        if self._behind is not None:
+            place, out = self._behind
+            place.copy_(out)
+            self._behind = None
 
 
 class _Start(torch.autograd.Function):

@@ -205,13 +205,13 @@ class BlockHooks:
         return self._tokens_of(output)
 
     def _tokens_of(self, output: torch.Tensor) -> torch.Tensor:
-        passage = Passage(self._run.group, self._plan, to_heads=False)
+        passage = Passage(self._run.group, self._plan, to_heads=False, late=self._run.late)
         tokens = passage.start(output)
         passage.arrive(tokens)
         return tokens
 
     def _start(self, x: torch.Tensor) -> torch.Tensor:
-        passage = Passage(self._run.group, self._plan, to_heads=True)
+        passage = Passage(self._run.group, self._plan, to_heads=True, late=self._run.late)
         started = passage.start(x)
         self._passages.append((passage, started))
         return started

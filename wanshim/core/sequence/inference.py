@@ -25,10 +25,13 @@ def check_shardable(lists: Sequence[BlockList]) -> int:
 
 
 @contextlib.contextmanager
-def sharded(lists: Sequence[BlockList], group: SequenceGroup) -> Iterator[None]:
+def sharded(lists: Sequence[BlockList], group: SequenceGroup, *, late: float | None = None) -> Iterator[None]:
     """While it is open, a call of the blocks' model computes this rank's part, and returns the whole on every rank.
 
     Each process of the group enters it with a copy of the same blocks, and calls the model with the same inputs.
+
+    Args:
+        late: what tokens are that a block reads before they have arrived, as of `Passage`.
 
     Raises:
         ModelInvalid: more ranks than heads, dropout in a block, or blocks that are built otherwise.
@@ -37,7 +40,7 @@ def sharded(lists: Sequence[BlockList], group: SequenceGroup) -> Iterator[None]:
     count = sum(len(listed.blocks) for listed in lists)
     plan = plan_sequence(group.ranks, heads=heads_of(lists), blocks=count)
     with Undo() as undo:
-        run = ShardedModel(group, plan, sum_gradients=False, check_finite=False)
+        run = ShardedModel(group, plan, sum_gradients=False, check_finite=False, late=late)
         for index, listed in enumerate(lists):
             attach(run, listed, undo, first=not index)
         yield

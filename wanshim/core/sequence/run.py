@@ -25,6 +25,7 @@ class ShardedModel:
     Args:
         attendance: what tells a call that one rank makes alone, and computes whole, from one of all ranks. None: all
             ranks make every call.
+        late: as of `Passage`.
     """
 
     def __init__(
@@ -35,8 +36,9 @@ class ShardedModel:
         sum_gradients: bool,
         check_finite: bool,
         attendance: Attendance | None = None,
+        late: float | None = None,
     ) -> None:
-        self.group, self.attendance = group, attendance
+        self.group, self.attendance, self.late = group, attendance, late
         self.alone = False
         self.heads: list[tuple[nn.Module, str, int, int]] = []  # where a module holds how many: this rank's, and all
         self._inside = False

@@ -92,6 +92,11 @@ class Workers:
         return self.device.type == "cuda" and len({self.device, *self.devices}) == 1 + len(self.devices)
 
     @property
+    def have_started(self) -> bool:
+        """Whether each has its device, and they are connected."""
+        return self._running.are_ready
+
+    @property
     def hold_nothing(self) -> bool:
         return not any(copies.keys for copies in self._running.copies)
 
@@ -158,8 +163,8 @@ class Workers:
                 self._wait_for_start()
 
     def use(self, devices: Sequence[torch.device]) -> None:
-        """Run on these devices instead, which are no more. Workers that have begun and hold nothing have used none."""
-        assert self.hold_nothing
+        """Run on these devices instead, which are no more. Workers that have begun, and not started, have used none."""
+        assert not self.have_started
         assert len(devices) <= len(self.devices)
         self.devices = tuple(devices)
         while len(self._running.workers) > len(devices):
