@@ -20,6 +20,7 @@ from wanshim.errors import ModelInvalid, WorkersFailed
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("forked_in_module")]
 WAYS = [(2, 2), (1, 4), (1, 3), (1, 2)]
+EARLY = ["k", "q normed", "k normed"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -137,15 +138,16 @@ def compared(shared: SharedPipeline, model: toy.Model, way: tuple[int, int]) -> 
     return shared.run(bind, partial(toy.generate, model, 11, guided=way[0] == 2))
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize(("way", "early"), [*zip(WAYS, ["q"] * 4, strict=True), *(((1, 2), e) for e in EARLY)], ids=str)
 def test_block_that_reads_tokens_before_they_have_arrived_stays_in_one_process(
-    shared: SharedPipeline, model: toy.Model, way: tuple[int, int]
+    shared: SharedPipeline, model: toy.Model, way: tuple[int, int], early: str
 ) -> None:
     expected = toy.generate(model, 11, guided=way[0] == 2)
     assert torch.allclose(compared(shared, model, way), expected, rtol=1e-5, atol=1e-5)
     assert shared.plan is not None
     assert (shared.plan.guidance, shared.plan.sequence) == way
-    model.blocks[1].attention.reads_early = True
+    model.blocks[1].attention.early = early
+    expected = toy.generate(model, 11, guided=way[0] == 2)
     assert torch.equal(compared(shared, model, way), expected)
     assert shared.plan.gpus == 1
     assert any("before they have arrived" in reason for reason in shared.plan.rejected.values())

@@ -20,15 +20,18 @@ HEADS, DIM = 5, 4
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.heads, self.reads_early = HEADS, False
+        self.heads, self.early = HEADS, ""  # which projection it reads before the last has run, and how
         self.q, self.k, self.v, self.out = (nn.Linear(HEADS * DIM, HEADS * DIM) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q = self.q(x)
-        if self.reads_early:
-            q = q * 1
-        q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in (q, self.k(x), self.v(x)))
+        q, k = self._read(self.q(x), "q"), self._read(self.k(x), "k")
+        q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in (q, k, self.v(x)))
         return self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    def _read(self, part: torch.Tensor, name: str) -> torch.Tensor:
+        if self.early[:1] != name:
+            return part
+        return nn.functional.layer_norm(part, part.shape[-1:]) if self.early.endswith("normed") else part * 1
 
 
 class Block(nn.Module):

@@ -42,9 +42,7 @@ def host_copy(model: nn.Module, *, shared: bool, moved: Moved = lambda weights: 
 
 def _settle(model: nn.Module, copy: HostCopy) -> None:
     """Wait until the weights have come. A block that failed to stays where it was, and another copy takes its place."""
-    try:
-        copy.wait()
-    except Exception:  # who streamed the block has said it
+    if not copy.settle():
         _COPIES.pop(model, None)
 
 
@@ -119,14 +117,16 @@ class OwnStreams:
         """Give the models back to the script's offload. Safe to call twice."""
         models, self._models = self._models, []
         self._brought, self._are_streamed = [], False
-        if models:
-            with self._without_replacements():
-                self._attached.remove()
-            if self._device.type == "cuda":  # what comes next needs it in one piece
+        try:
+            if models:
+                with self._without_replacements():
+                    self._attached.remove()
+        finally:
+            if models and self._device.type == "cuda":  # what comes next needs it in one piece
                 torch.cuda.empty_cache()
-        if self._binding.offload is not None and not self._binding.offload.keeps:
-            for model in models:
-                _COPIES.pop(model, None)
+            if self._binding.offload is not None and not self._binding.offload.keeps:
+                for model in models:
+                    _COPIES.pop(model, None)
 
     def _bring(self, module: nn.Module, shared: bool) -> None:
         offload = self._binding.offload

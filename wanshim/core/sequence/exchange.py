@@ -25,7 +25,8 @@ class Passage:
     """One tensor's way from tokens to heads or, for `to_heads=False`, back; and its gradient's the other way.
 
     Args:
-        late: what each element is until it is awaited, however fast it comes. None: whatever it is by then.
+        late: the size of what its elements are until it is awaited, however fast it comes: waves, for a block might
+            not tell one constant from another. None: they are whatever they are by then.
     """
 
     def __init__(self, group: SequenceGroup, plan: SequencePlan, *, to_heads: bool, late: float | None = None) -> None:
@@ -50,7 +51,8 @@ class Passage:
         out, self._pending = move(self._group, self._plan, x)
         if self._late is None:
             return out
-        place = torch.full_like(out, self._late)
+        waves = torch.arange(out.numel(), device=out.device, dtype=torch.float32).sin().mul(self._late)
+        place = torch.empty_like(out).copy_(waves.view(out.shape))
         self._behind = place, out
         return place
 

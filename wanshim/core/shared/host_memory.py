@@ -172,7 +172,7 @@ def page_lock(
     memory: torch.Tensor,
     parts: Sequence[int] = (),
     device: torch.device | None = None,
-    wait: Callable[[int], None] | None = None,
+    wait: Callable[[int], object] | None = None,
 ) -> weakref.finalize[Any, Any]:
     """Lock the pages of a contiguous host tensor for all GPUs; the result, called, unlocks them.
 

@@ -7,7 +7,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any
 
@@ -119,6 +119,12 @@ class HostCopy:
         for move in self._moves if at is None else self._moves[at : at + 1]:
             move.result()
 
+    def settle(self, at: int | None = None) -> bool:
+        """Wait until no weight of that block is on its way; whether all have come. Who needed one has said why not."""
+        moves = self._moves if at is None else self._moves[at : at + 1]
+        wait(moves)
+        return not any(move.exception() for move in moves)
+
     def has(self, at: int) -> bool:
         """Whether the block of that index has come."""
         return not self._moves or self._moves[at].done()
@@ -181,7 +187,7 @@ class HostCopy:
         if device.type != "cuda" or self._locking is not None:
             return
         self._locking = threading.Thread(
-            target=page_lock, args=(self.memory, self.parts, device, self.wait), name="wanshim-lock", daemon=True
+            target=page_lock, args=(self.memory, self.parts, device, self.settle), name="wanshim-lock", daemon=True
         )
         self._locking.start()
 
@@ -213,9 +219,8 @@ def compute_from(copy: HostCopy | None, model: nn.Module, device: torch.device) 
                     undo.add(partial(setattr, tensor, "data", tensor.data))
                     tensor.data = tensor.data.to(device)
             if copy is not None:
-                for layout in layouts:
-                    undo.add(layout.wait)
-                undo.add(copy.wait)
+                for at, layout in enumerate(layouts):
+                    undo.add(partial(_to_rest, copy, at, layout))
                 copy.lock(device)
                 Ring(layouts, copy, device, SLOTS).attach(find_blocks(model)[1], undo)
     except BaseException:
@@ -224,6 +229,12 @@ def compute_from(copy: HostCopy | None, model: nn.Module, device: torch.device) 
     if device.type == "cuda":
         undo.add(partial(torch.cuda.synchronize, device))
     return undo
+
+
+def _to_rest(copy: HostCopy, at: int, layout: BlockWeights) -> None:
+    """The block's weights lie in the copy again; those that failed to come there have never left their place."""
+    if copy.settle(at):
+        layout.wait()
 
 
 def bytes_when_streamed(model: nn.Module) -> int | None:
