@@ -216,7 +216,7 @@ class Workers:
             for at, offset in offsets.items():  # equal to no tensor but the one there
                 found[at] = hash((found[at], offset, host.number))
         addresses = list(zip(found, packed.specs, strict=True))
-        self.begin()
+        self.start()
         key, streamed = self.key(module), (bytes_when_streamed(module) or 0) if host is not None else 0
         if self._streamed.get(key, 0) != streamed:
             self.drop([module])
@@ -229,8 +229,6 @@ class Workers:
                     self._running.workers[place].link.send(("renew", key, set_up))
             if not old:
                 return 0
-            if not self._running.are_ready:
-                self._wait_for_start()
             updates = {place: self._running.copies[place].put(key, packed, addresses) for place in old}
             if host is not None:
                 for at in offsets:
