@@ -253,9 +253,10 @@ ON_ONE_GPU = {
 
 
 def shared(job: Job) -> Arm:
-    """wanshim."""
+    """wanshim with its workers, as `wanshim generate` has it."""
     import wanshim
 
+    wanshim.activate("diffusers.strict_blocks")
     pipe = pipeline(job, transformer(job))
     over = job.arm.split(",") if job.arm.startswith("cuda") else job.arm
     handle: Any = wanshim.parallelize_pipeline(pipe, over)
@@ -279,34 +280,45 @@ def watched_workers() -> Callable[[], dict[str, float]]:
     """Times wanshim's workers from now on. The result returns the seconds, nothing where none was needed."""
     from wanshim.core.workers import Workers
 
-    starts, holds = timed(Workers, "_wait_for_start"), timed(Workers, "hold")
+    starts, holds = timed(Workers, "start"), timed(Workers, "hold")
+
+    def within(hold: Timed) -> float:
+        return sum(start.seconds for start in starts if hold.begun <= start.begun <= hold.begun + hold.seconds)
 
     def measured() -> dict[str, float]:
         if not holds:
             return {}
-        start = sum(seconds for seconds, _ in starts)
-        weights = sum(seconds for seconds, sent in holds if sent) - start
-        sent = sum(sent for _, sent in holds) / 1e9
+        weights = sum(hold.seconds - within(hold) for hold in holds if hold.result)
+        sent = sum(hold.result for hold in holds) / 1e9
         return {
-            "start_s": start,
+            "start_s": sum(start.seconds for start in starts),
             "weights_s": weights,
             "weights_GB": sent,
             "weights_GB_per_s": sent / weights,
-            "recheck_s": sum(seconds for seconds, sent in holds if not sent),  # whether they are still the same
+            "recheck_s": sum(hold.seconds for hold in holds if not hold.result),  # whether they are still the same
         }
 
     return measured
 
 
-def timed(owner: Any, name: str) -> list[tuple[float, Any]]:
-    """Seconds and result of each call of a method, from now on."""
+@dataclass(frozen=True)
+class Timed:
+    """A call: when it began, by `time.perf_counter`, and its seconds and result."""
+
+    begun: float
+    seconds: float
+    result: Any
+
+
+def timed(owner: Any, name: str) -> list[Timed]:
+    """Each call of a method from now on; the GPU is waited for before it."""
     own, calls = getattr(owner, name), []
 
     def call(*args: Any, **kwargs: Any) -> Any:
         synchronize()
         begun = time.perf_counter()
         result = own(*args, **kwargs)
-        calls.append((time.perf_counter() - begun, result))
+        calls.append(Timed(begun, time.perf_counter() - begun, result))
         return result
 
     setattr(owner, name, call)

@@ -76,7 +76,7 @@ def _with_four(verb: str, record: dict[str, Any]) -> dict[str, Any]:
     if not (measured.RESULTS / f"{name}.json").exists():
         return record
     four = measured.result(name)
-    return {**record, "rows": [*record["rows"], *({**row, "commit": four["commit"]} for row in four["rows"])]}
+    return {**record, "rows": [*record["rows"], *({"commit": four["commit"], **row} for row in four["rows"])]}
 
 
 def winograd_tables() -> str:

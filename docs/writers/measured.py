@@ -190,6 +190,7 @@ MINIMAX_H3 = (
     "minimax_h3_training_1xH200",
     "minimax_h3_training_24GiB_gpus1_1xH200",
     "minimax_h3_training_gpus2_2xH200",
+    "minimax_h3_training_gpus4_4xH200",
 )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 
 import pytest
+import torch
 
 from wanshim.core.generation import Request, SharedPipeline
 
@@ -24,14 +26,20 @@ def test_frames_of_two_processes_are_those_of_one(kind: str, devices: tuple[str,
 
     pipe = wan_pipelines.MADE[kind]().to("cuda:0")
     expected = wan_pipelines.generate(pipe, kind)
-    shared = SharedPipeline(Request(devices=devices))
+    shared, apart = SharedPipeline(Request(devices=devices)), len(set(devices)) == 2
+
+    def found() -> torch.Tensor:
+        return shared.run(partial(bind, pipe), partial(wan_pipelines.generate, pipe, kind))
+
     try:
         for way, bound in (((2, 1), 0.0), ((1, 2), 1e-4)):
             shared.request = Request(devices=devices, at_most=way)
-            found = shared.run(partial(bind, pipe), partial(wan_pipelines.generate, pipe, kind))
+            assert (found() - expected).abs().max().item() <= bound
             assert shared.plan is not None
             assert (shared.plan.guidance, shared.plan.sequence) == way
-            assert (found - expected).abs().max().item() <= bound
-        assert bool(shared.shared_vae_calls) == (len(set(devices)) == 2), "processes on one GPU leave the VAE to one"
+        end = time.monotonic() + 120.0
+        while apart and not shared.shared_vae_calls and time.monotonic() < end:
+            found()  # a machine's first decodes are left to the framework while their kernels are compiled
+        assert bool(shared.shared_vae_calls) == apart, "processes on one GPU leave the VAE to one"
     finally:
         shared.close()
