@@ -115,8 +115,10 @@ def script_table() -> str:
     """A user's script of three calls, alone and by its command lines with wanshim."""
     lines = []
     for found in map(result, SCRIPTS):
+        alone: dict[str, Any] = {}
         for row in found["rows"]:
-            alone = row if row["command"].startswith("python") else alone  # what follows is compared with it
+            if row["command"].startswith("python"):  # what follows is compared with it
+                alone = row
             first, second, other = row["calls"]
             ratio = alone["calls"][1]["seconds"] / second["seconds"]
             cells = (
