@@ -20,6 +20,7 @@ reads the next sample while the GPU computes.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -270,12 +271,14 @@ def main() -> None:
         args.folder = folder
         write_files(args)
         ways = [*WAYS] if args.ways == "all" else [[*WAYS][int(number)] for number in args.ways.split(",")]
-        rows = [start(args, way, int(gpus)) for gpus in args.gpus.split(",") for way in ways]
+        rows: list[dict[str, Any]] = []
+        for gpus, way in itertools.product(args.gpus.split(","), ways):
+            rows.append(start(args, way, int(gpus)))
+            if args.json:
+                args.json.write_text(json.dumps(base.environment(args) | {"rows": rows}, indent=1))
     for row in rows:
         steps = ", ".join(f"{epoch['seconds_a_sample']:.3f}" for epoch in row["epochs"])
         print(f"{row['gpus']} GPUs, {row['way']}: {steps} s a sample, {row['seconds_with_all_encoding']:.1f} s in all")
-    if args.json:
-        args.json.write_text(json.dumps(base.environment(args) | {"rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

@@ -405,8 +405,22 @@ def _apply(run: Run, row: Row) -> None:
     except CacheUnavailable as reason:
         row.without_effect(f"nothing is kept: {reason}")
         return
+    if run.call.device.type == "cuda":
+        run.undo.replace(run.call.accelerator, "prepare_data_loader", _received_ahead)
     folder = _folder(run.read)
     run.undo.add(lambda: row.end(cache.counts["read"] + cache.counts["computed"], summary(cache, folder)))
+
+
+def _received_ahead(original: Callable[..., Any]) -> Callable[..., Any]:
+    """accelerate's `prepare_data_loader`, of whose loaders samples are received in the thread that torch has to lock
+    tensors' pages: a video takes tenths of a second to come from its worker, in which several GPUs would wait."""
+
+    def prepare(loader: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(loader, "num_workers", 0):
+            loader.pin_memory = True
+        return original(loader, *args, **kwargs)
+
+    return prepare
 
 
 def summary(cache: CallCache, folder: Path) -> str:

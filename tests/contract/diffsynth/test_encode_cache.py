@@ -30,6 +30,7 @@ from wanshim.core.encoding.cache import EmbeddingCache
 from wanshim.core.encoding.directory import CacheDirectory
 from wanshim.core.model_split.side_models import HOST, moved_to
 from wanshim.errors import WanshimError
+from wanshim.undo import Undo
 
 FEATURE = "diffsynth.encode_cache"
 VIDEO_UNIT, PROMPT_UNIT = "WanVideoUnit_InputVideoEmbedder", "WanVideoUnit_PromptEmbedder"
@@ -424,6 +425,21 @@ def test_validation_inside_of_a_training_is_the_framework_s(train: Any, activate
 
     activate()
     assert job.encoded(train("ours", epochs=1, change=validates)) == {"encode": 3, "forward": 3 + 2}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_of_a_loader_with_workers_are_received_in_a_thread(workers: int) -> None:
+    """torch has that thread for loaders that lock pages, on a machine with a GPU; elsewhere it says so."""
+    from accelerate import Accelerator
+
+    accelerator, undo = Accelerator(cpu=True), Undo()
+    undo.replace(accelerator, "prepare_data_loader", encode_cache._received_ahead)
+    loader = torch.utils.data.DataLoader([{"prompt": "a"}], collate_fn=lambda batch: batch[0], num_workers=workers)
+    prepared = accelerator.prepare(loader)
+    assert prepared.base_dataloader.pin_memory == bool(workers)
+    assert list(prepared) == [{"prompt": "a"}]
+    undo.remove()
+    assert not accelerator.prepare(torch.utils.data.DataLoader([1], num_workers=workers)).base_dataloader.pin_memory
 
 
 # Refusals
