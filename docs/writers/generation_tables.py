@@ -34,13 +34,13 @@ def generation_table() -> str:
     """Each way over two and four GPUs, of one GPU in the same run."""
     lines = []
     for found in map(result, RECORDS):
-        alone = found["rows"][0]["seconds_per_step"]
         for row in sorted(found["rows"], key=lambda row: row["seconds_per_step"]):
             seconds, whole = row["seconds_per_step"], row["whole_call_s"]
             equal = "equal" if row["latents_equal"] else f"{row['max_diff']:.2f} apart"
-            cells = (f"{seconds:.2f}", f"{alone / seconds:.2f}x", f"{whole:.0f}", equal, f"{max(row['peak_GiB']):.1f}")
-            lines.append((found["size"], len(row["peak_GiB"]), TITLES[row["arm"]], *cells))
-    heads = "video | GPUs | way | seconds a step | of one GPU | seconds a call | latents | peak GiB of a GPU"
+            cells = (f"{seconds:.2f}", f"{row['gain']:.2f}x", f"{whole:.0f}", equal, f"{max(row['peak_GiB']):.1f}")
+            commit = commit_of(row if "commit" in row else found)
+            lines.append((found["size"], len(row["peak_GiB"]), TITLES[row["arm"]], *cells, commit))
+    heads = "video | GPUs | way | seconds a step | of one GPU | seconds a call | latents | peak GiB of a GPU | commit"
     return table(heads, lines, _where(RECORDS))
 
 
