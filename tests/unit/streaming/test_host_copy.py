@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +15,10 @@ from torch import nn
 
 from tests.unit.streaming.model import Model, data
 from wanshim.core.generation.host_streams import host_copy
-from wanshim.core.shared.host_memory import mapped
+from wanshim.core.shared.host_memory import unnamed_file
 from wanshim.core.streaming import HostCopy, bytes_when_streamed, compute_from
+from wanshim.core.streaming.block_weights import bounds_of
+from wanshim.core.streaming.host_copy import _file_sizes
 from wanshim.errors import HostMemoryInvalid, PlacementInvalid
 
 CPU = torch.device("cpu")
@@ -53,7 +56,8 @@ def test_another_mapping_of_the_file_sees_the_same_weights() -> None:
     model, there = made(), made()
     expected = outputs(model)
     copy = HostCopy.of(model, shared=True)
-    other = HostCopy(mapped(copy.descriptor, copy.bounds[-1][1]), copy.bounds)
+    copy.wait()
+    other = HostCopy.in_files(map(os.dup, copy.descriptors), copy.bounds)
     for own, weight in zip(model.parameters(), there.parameters(), strict=True):
         offset = copy.offset(own)
         weight.data = torch.zeros_like(own) if offset is None else other.view(own, offset)
@@ -118,7 +122,7 @@ def test_a_forked_process_has_no_memory_of_one_process() -> None:
     if not child:
         os._exit(lines())
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert copy.descriptor == -1
+    assert not copy.descriptors
 
 
 def slowly(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[Any]]:
@@ -134,11 +138,12 @@ def slowly(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[Any]]
     return go_on, begun
 
 
-def test_a_model_computes_while_its_weights_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
+@either
+def test_a_model_computes_while_its_weights_are_on_their_way(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = made()
     expected, old = outputs(model), [p.data_ptr() for p in model.parameters()]
     go_on, begun = slowly(monkeypatch)
-    copy = HostCopy.of(model, shared=False)
+    copy = HostCopy.of(model, shared=shared)
     attached = compute_from(copy, model, CPU)
     copy.wait(0)
     reached: list[int] = []
@@ -158,11 +163,12 @@ def test_a_model_computes_while_its_weights_are_on_their_way(monkeypatch: pytest
     assert not {p.data_ptr() for p in model.blocks.parameters()} & set(old)
 
 
-def test_what_ends_before_all_have_come_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+@either
+def test_what_ends_before_all_have_come_waits_for_them(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = made()
     expected = outputs(model)
     go_on, _ = slowly(monkeypatch)
-    copy = HostCopy.of(model, shared=False)
+    copy = HostCopy.of(model, shared=shared)
     attached = compute_from(copy, model, CPU)
     with ThreadPoolExecutor(1) as pool:
         ended = pool.submit(attached.remove)
@@ -174,7 +180,8 @@ def test_what_ends_before_all_have_come_waits_for_them(monkeypatch: pytest.Monke
     assert all(map(torch.equal, outputs(model), expected))
 
 
-def test_a_block_that_could_not_come_is_said_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+@either
+def test_a_block_that_could_not_come_is_said_where_it_is_needed(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, put = made(), HostCopy._put
     expected, last = outputs(model), model.blocks[-1]
 
@@ -184,7 +191,7 @@ def test_a_block_that_could_not_come_is_said_where_it_is_needed(monkeypatch: pyt
         put(copy, block)
 
     monkeypatch.setattr(HostCopy, "_put", fails)
-    copy = HostCopy.of(model, shared=False)
+    copy = HostCopy.of(model, shared=shared)
     attached = compute_from(copy, model, CPU)
     with torch.no_grad(), pytest.raises(RuntimeError, match="not that one"):
         model(data(0))
@@ -200,7 +207,7 @@ def test_a_copy_of_one_process_becomes_one_that_others_map() -> None:
     assert host_copy(model, shared=False) is own
     shared = host_copy(model, shared=True)
     shared.wait()
-    assert shared.descriptor >= 0
+    assert shared.descriptors
     assert host_copy(model, shared=False) is shared
     del own
     assert all(map(torch.equal, outputs(model), expected))
@@ -215,6 +222,40 @@ def test_a_host_without_room_is_said_and_the_model_stays(shared: bool, monkeypat
         HostCopy.of(model, shared=shared)
     assert [p.data_ptr() for p in model.parameters()] == places
     assert all(map(torch.equal, outputs(model), expected))
+
+
+def test_files_that_the_host_has_no_room_for_are_said_and_the_model_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's limit is met when pages are fetched."""
+    model = made()
+    expected, places = outputs(model), [p.data_ptr() for p in model.parameters()]
+
+    def full(memory: torch.Tensor) -> bool:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("wanshim.core.streaming.host_copy.populate", full)
+    copy = HostCopy.of(model, shared=True)
+    with pytest.raises(HostMemoryInvalid, match="No space left"):
+        copy.wait()
+    assert [p.data_ptr() for p in model.parameters()] == places
+    assert all(map(torch.equal, outputs(model), expected))
+
+
+@pytest.mark.parametrize("blocks", [2, 16, 17, 40])
+def test_memory_of_several_files_is_one(blocks: int) -> None:
+    bounds = bounds_of(range(5000, 5000 + blocks))
+    copy = HostCopy.in_files(map(unnamed_file, _file_sizes(bounds)), bounds)
+    assert 2 <= len(copy.descriptors) <= 16
+    assert copy.memory.numel() == bounds[-1][1]
+    other = HostCopy.in_files(map(os.dup, copy.descriptors), bounds)
+    expected = torch.arange(copy.memory.numel()).to(torch.uint8)
+    copy.memory.copy_(expected)
+    assert torch.equal(other.memory, expected)
+    files, address = list(copy.descriptors), copy.memory.data_ptr()
+    del copy, other
+    assert not any(f"{address:x}-" in line for line in Path("/proc/self/maps").read_text().splitlines())
+    for file in files:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(file)
 
 
 def test_bytes_are_those_of_two_blocks_and_the_rest() -> None:

@@ -33,7 +33,7 @@ def host_copy(model: nn.Module, *, shared: bool, moved: Moved = lambda weights: 
         HostMemoryInvalid: the host has not that much memory.
     """
     known = _COPIES.get(model)
-    if known is None or known.layouts(model) is None or (shared and known.descriptor < 0):
+    if known is None or known.layouts(model) is None or (shared and not known.descriptors):
         if known is not None:
             _COPIES.pop(model).wait()
         known = _COPIES[model] = HostCopy.of(model, shared=shared, moved=moved)

@@ -31,6 +31,7 @@ PAGE = mmap.PAGESIZE
 THREADS = min(8, os.cpu_count() or 1)
 _PORTABLE = 1  # cudaHostRegisterPortable: for all devices of this process
 _POPULATE_WRITE = 23  # madvise(2): MADV_POPULATE_WRITE, since Linux 5.14
+_FIXED, _NO_RESERVE = 0x10, 0x4000  # mmap(2): MAP_FIXED, MAP_NORESERVE
 _PORTION = 2**26
 UNNAMED = "wanshim-weights"  # of files in memory, in /proc
 # Files of a control group of version 2 and of version 1: the limit, what is used, and the file cache in that.
@@ -129,6 +130,30 @@ def mapped(descriptor: int, num_bytes: int, *, private: bool = False) -> torch.T
     """
     memory = mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_COPY if private else mmap.ACCESS_DEFAULT)
     return _in_large_pages(memory)
+
+
+def side_by_side(descriptors: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """Memory of several files, one behind the other: uint8, flat. Threads fill several files faster than one, whose
+    pages Linux adds one at a time.
+
+    Args:
+        sizes: bytes of each, whole pages.
+
+    Raises:
+        OSError: the system cannot map them.
+    """
+    region = mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+    memory = torch.frombuffer(region, dtype=torch.uint8)
+    libc = ctypes.CDLL(None, use_errno=True)
+    numbers = ctypes.c_int, ctypes.c_int, ctypes.c_int
+    libc.mmap.argtypes = ctypes.c_void_p, ctypes.c_size_t, *numbers, ctypes.c_long
+    libc.mmap.restype = ctypes.c_void_p
+    access, flags, place = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _FIXED, memory.data_ptr()
+    for descriptor, size in zip(descriptors, sizes, strict=True):
+        if libc.mmap(place, size, access, flags, descriptor, 0) != place:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        place += size
+    return _in_large_pages(region)  # which unmaps all of it when the last tensor of it is gone
 
 
 def of_this_process(num_bytes: int) -> torch.Tensor:

@@ -6,8 +6,9 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -17,12 +18,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from wanshim.core.model_split.split import find_blocks
 from wanshim.core.shared.host_memory import (
+    PAGE,
     is_dense,
-    mapped,
     of_this_process,
     page_lock,
     populate,
     room_for,
+    side_by_side,
     unnamed_file,
 )
 from wanshim.core.shared.weight_bytes import num_bytes, stored_bytes, tensors
@@ -35,6 +37,7 @@ from wanshim.undo import Undo
 Moved = Callable[[Sequence[torch.Tensor]], None]
 _NUMBERS = itertools.count()
 MOVED_AT_ONCE = 2  # blocks: giving memory back takes as long as a copy
+_FILES = 16  # of memory that processes share, at most
 _ELSEWHERE = 1 / 8  # of the copy's bytes: more than adapters of a high rank
 
 
@@ -44,28 +47,31 @@ class HostCopy:
     Args:
         memory: uint8, flat.
         bounds: begin and end of each block, in bytes; a block begins with a page.
-        descriptor: of the file that it is, for other processes; it is closed with this object. -1: none.
+        descriptors: of the files that it is, for other processes; they are closed with this object.
     """
 
-    def __init__(self, memory: torch.Tensor, bounds: Sequence[tuple[int, int]], descriptor: int = -1) -> None:
+    def __init__(
+        self, memory: torch.Tensor, bounds: Sequence[tuple[int, int]], descriptors: Sequence[int] = ()
+    ) -> None:
         self.number = next(_NUMBERS)
-        self.memory, self.bounds, self.descriptor = memory, tuple(bounds), descriptor
+        self.memory, self.bounds, self.descriptors = memory, tuple(bounds), tuple(descriptors)
         # Offsets of weights that lie on a device, and here besides, and of those that are on their way.
         self._elsewhere: Any = WeakIdKeyDictionary()
         self._moves: list[Future[None]] = []  # of a block each
         self._locking: threading.Thread | None = None
 
     def __del__(self) -> None:
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
+        for descriptor in self.descriptors:
+            os.close(descriptor)
 
     @classmethod
     def of(cls, model: nn.Module, *, shared: bool, moved: Moved = lambda weights: None) -> HostCopy:
         """Move the weights of the model's blocks there. Those on a device stay on it, and are written by `write`.
 
+        They come in the background, block by block: `wait` for them before anything but a `Ring` looks at the model.
+
         Args:
-            shared: other processes can map it, by its descriptor. Else the weights come in the background, block by
-                block: `wait` for them before anything but a `Ring` looks at the model.
+            shared: other processes can map it, by its descriptors.
             moved: called, in a thread, with a block's weights when they have come; what else has their old memory may
                 let go of it.
 
@@ -80,20 +86,36 @@ class HostCopy:
         size = bounds[-1][1]
         twice = MOVED_AT_ONCE * max(end - begin for begin, end in bounds)
         added = size if any(t.device.type != "cpu" for block in found for t in block) else min(size, twice)
-        with room_for(size, f"the weights of {type(model).__name__}", added=added):
-            descriptor = unnamed_file(size) if shared else -1
-            made = cls(mapped(descriptor, size) if shared else of_this_process(size), bounds, descriptor)
-            made._move(found, moved)
-            if shared:
-                made.wait()
+        purpose = f"the weights of {type(model).__name__}"
+        with room_for(size, purpose, added=added):
+            files = map(unnamed_file, _file_sizes(bounds))
+            made = cls.in_files(files, bounds) if shared else cls(of_this_process(size), bounds)
+        made._move(found, purpose, moved)
         return made
 
-    def _move(self, found: Sequence[Sequence[torch.Tensor]], moved: Moved) -> None:
+    @classmethod
+    def in_files(cls, descriptors: Iterable[int], bounds: Sequence[tuple[int, int]]) -> HostCopy:
+        """The memory of such files, which are closed with it.
+
+        Raises:
+            OSError: the system cannot map them.
+        """
+        with ExitStack() as until_mapped:
+            files = []
+            for descriptor in descriptors:
+                until_mapped.callback(os.close, descriptor)
+                files.append(descriptor)
+            memory = side_by_side(files, _file_sizes(bounds))[: bounds[-1][1]]
+            until_mapped.pop_all()
+        return cls(memory, bounds, files)
+
+    def _move(self, found: Sequence[Sequence[torch.Tensor]], purpose: str, moved: Moved) -> None:
         inference = torch.is_inference_mode_enabled()  # of this thread
 
         def move(block: Sequence[torch.Tensor], begin: int, end: int) -> None:
-            if self.descriptor >= 0:  # to write to pages that there are not would end the process
-                populate(self.memory[begin:end])
+            if self.descriptors:  # to write to pages that there are not would end the process
+                with room_for(end - begin, purpose, added=0):
+                    populate(self.memory[begin:end])
             with torch.inference_mode(inference):
                 self._put(block)
                 moved(block)
@@ -190,6 +212,18 @@ class HostCopy:
             target=page_lock, args=(self.memory, self.parts, device, self.settle), name="wanshim-lock", daemon=True
         )
         self._locking.start()
+
+
+def num_files(bounds: Sequence[tuple[int, int]]) -> int:
+    """Of memory that processes share, with blocks of these bounds."""
+    return len(_file_sizes(bounds))
+
+
+def _file_sizes(bounds: Sequence[tuple[int, int]]) -> list[int]:
+    """Bytes of each file: of so many blocks that there are at most `_FILES`."""
+    begins = [begin for begin, _ in bounds[:: -(-len(bounds) // _FILES)]]
+    ends = [*begins[1:], -(-bounds[-1][1] // PAGE) * PAGE]
+    return [end - begin for begin, end in zip(begins, ends, strict=True)]
 
 
 def compute_from(copy: HostCopy | None, model: nn.Module, device: torch.device) -> Undo:

@@ -258,8 +258,8 @@ class Workers:
         for place, update in updates.items():
             new = tuple(sorted(update.new, key=lambda at: not packed.specs[at].on_host))  # no GPU waits for the link
             workers[place].link.send(("hold", key, packed, update.numbers, new, update.dropped, set_up, placed))
-            if host is not None:
-                workers[place].link.send_descriptor(host.descriptor)
+            for descriptor in () if host is None else host.descriptors:
+                workers[place].link.send_descriptor(descriptor)
             alike[tuple(at for at in new if at not in offsets)][place + 1] = workers[place].link
         for place in updates:
             self._reply(workers[place])  # it has the memory for it

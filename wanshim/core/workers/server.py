@@ -164,16 +164,17 @@ class _Server:
             set_up(module)
 
     def _mapped(self, host: Placed) -> HostCopy:
-        """The memory whose descriptor comes next, mapped, and its pages locked, once."""
-        from wanshim.core.shared.host_memory import mapped
+        """The memory whose descriptors come next, mapped, and its pages locked, once."""
         from wanshim.core.streaming import HostCopy
+        from wanshim.core.streaming.host_copy import num_files
 
-        descriptor = self._link.receive_descriptor()
-        try:
-            copy = self._hosts.get(host.number) or HostCopy(mapped(descriptor, host.bounds[-1][1]), host.bounds)
-        finally:
-            os.close(descriptor)
-        self._hosts[host.number] = copy
+        descriptors = [self._link.receive_descriptor() for _ in range(num_files(host.bounds))]
+        copy = self._hosts.get(host.number)
+        if copy is None:
+            copy = self._hosts[host.number] = HostCopy.in_files(descriptors, host.bounds)
+        else:
+            for descriptor in descriptors:
+                os.close(descriptor)
         return copy
 
     def _end_stream(self, key: int) -> HostCopy | None:
