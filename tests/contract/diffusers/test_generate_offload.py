@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -294,6 +295,33 @@ def test_worker_without_room_streams_from_call_to_call(
     found = [call(), call()]
     handle.remove()
     assert all(torch.equal(each, call()) for each in found)
+
+
+def test_host_without_room_for_files_leaves_the_call_to_one_process(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Of those that its processes would stream from, as a container's limit has it: pages are fetched as they fill."""
+    pipe = wan_pipelines.wan()
+    pipe.register_modules(transformer=wan_pipelines._dit(num_layers=6, ffn_dim=8192))
+    offloading.WAYS["block"](pipe)
+    expected = wan_pipelines.generate(pipe, "wan")
+    handle = wanshim.parallelize_pipeline(pipe, gpus=2)
+    request.addfinalizer(handle.remove)
+    monkeypatch.setattr(shared_pipeline.SharedPipeline, "used_by_worker", lambda *_, **__: 0)
+    monkeypatch.setattr(shared_pipeline, "available_bytes", lambda device, **_: 8 * 2**20)
+    with monkeypatch.context() as full:
+
+        def fetch(memory: torch.Tensor) -> bool:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        full.setattr("wanshim.core.streaming.host_copy.populate", fetch)
+        assert torch.equal(expected, wan_pipelines.generate(pipe, "wan"))
+        assert handle.plan.gpus == 1
+        assert "No space left" in str(handle.plan)
+        assert not host_copy(pipe.transformer, shared=False).descriptors, "it streams from memory of its own"
+    assert torch.equal(expected, wan_pipelines.generate(pipe, "wan"))
+    assert handle.plan.streamed
+    assert handle.plan.gpus == 2
 
 
 @pytest.mark.parametrize("offloaded", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -40,6 +40,19 @@ def host_copy(model: nn.Module, *, shared: bool, moved: Moved = lambda weights: 
     return known
 
 
+def wait_for(model: nn.Module, copy: HostCopy) -> None:
+    """Wait until the weights have come. If a block fails to, another copy takes this one's place.
+
+    Raises:
+        HostMemoryInvalid: the host has not that much memory.
+    """
+    try:
+        copy.wait()
+    except BaseException:
+        _COPIES.pop(model, None)
+        raise
+
+
 def _settle(model: nn.Module, copy: HostCopy) -> None:
     """Wait until the weights have come. A block that failed to stays where it was, and another copy takes its place."""
     if not copy.settle():

@@ -40,7 +40,7 @@ from .binding import Forward, NotShared, PipelineBinding
 from .decide import decide
 from .devices import check_around, check_copied, check_plain, choose_devices, device_of
 from .first_forward import compare
-from .host_streams import OwnStreams, host_copy
+from .host_streams import OwnStreams, host_copy, wait_for
 from .job import GenerationJob, Limits, Request
 from .plan import GenerationPlan, describe
 from .shared_workers import SharedWorkers
@@ -547,17 +547,22 @@ class _Call:
                     self._binding.offload.before(module)
                 self._shared.copied.add(module)
                 workers.start()  # while the weights come
-                for own in brought:
-                    own.wait()
                 with self._bare():
                     self._check_again(name, module)
+                    host = host_copy(module, shared=True) if self._plan.streamed else None
+                    try:
+                        for copy in (*brought, *([] if host is None else [host])):
+                            wait_for(module, copy)
+                    except BaseException:
+                        self._streams.end()  # this process takes a copy of its own, if it still computes
+                        raise
                     workers.hold(
                         module,
                         count=count,
                         renew=True,
                         set_up=self._binding.set_up,
                         moved=self._binding.device is not None,
-                        host=host_copy(module, shared=True) if self._plan.streamed else None,
+                        host=host,
                     )
                 self._held[id(module)] = count
 
