@@ -7,7 +7,7 @@ device computes. Any rank and any later run that comes to the same inputs reads 
 random, or reads something that was drawn, is computed in each step as before, and the report names it.
 
 A planned run (`wanshim run --gpus`) encodes what is missing before it trains, each rank its share of the samples. Text
-encoder and VAE then wait in host memory, and the plan counts with their room.
+encoder and VAE then wait in host memory if the plan gains by their room.
 """
 
 from __future__ import annotations

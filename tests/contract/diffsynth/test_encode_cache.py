@@ -142,25 +142,44 @@ def activate_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callabl
 
 
 @pytest.mark.slow
-def test_planned_run_encodes_before_it_trains_and_its_encoders_leave(
-    train: Any, activate_planned: Any, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("leave", [True, pytest.param(False, marks=pytest.mark.sweep)])
+def test_planned_run_encodes_before_it_trains_and_its_encoders_leave_if_their_room_is_needed(
+    leave: bool,
+    train: Any,
+    activate_planned: Any,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     modules: list[Any] = []
+    if leave:
+        _limit(monkeypatch)
     activate_planned()
     found = train("ours", change=modules.append)
     assert _same(found, _plain_run())
     assert job.encoded(found) == {"encode": 3, "forward": 2}
-    assert [moved_to(getattr(modules[0].pipe, name)) for name in ("text_encoder", "vae", "dit")] == [HOST, HOST, None]
-    (note,) = (one for one in product.report().row("diffsynth.model_split").notes if "what they encode" in one)
-    assert re.match(r"text_encoder and vae \(.*\) wait in host memory: what they encode is there", note)
+    place = HOST if leave else None
+    assert [moved_to(getattr(modules[0].pipe, name)) for name in ("text_encoder", "vae", "dit")] == [place, place, None]
+    notes = [one for one in product.report().row("diffsynth.model_split").notes if "what they encode" in one]
+    assert len(notes) == leave
+    for note in notes:
+        assert re.match(r"text_encoder and vae \(.*\) wait in host memory: what they encode is there", note)
     assert "encoding: 100%" in capfd.readouterr().err
     assert "5 results were computed and 13 read" in _notes()  # three samples before and six, each with its prompt
 
 
+def _limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device with a limit, which holds the step and no encoder beside it."""
+    monkeypatch.setattr("wanshim.core.strategy.limits.available_bytes", lambda device: 2**40)
+    monkeypatch.setattr("wanshim.core.strategy.search.without_gaps", lambda available: dict.fromkeys(available, 0))
+
+
 @pytest.mark.sweep
 @pytest.mark.slow
-def test_planned_run_of_samples_that_are_drawn_keeps_its_vae(train: Any, activate_planned: Any) -> None:
+def test_planned_run_of_samples_that_are_drawn_keeps_its_vae(
+    train: Any, activate_planned: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     modules: list[Any] = []
+    _limit(monkeypatch)
     expected = train("plain", change=_sampling_vae)
     activate_planned()
     found = train("ours", change=lambda module: (_sampling_vae(module), modules.append(module)))
@@ -560,8 +579,9 @@ def again(train: Any, activate_planned: Any) -> Callable[..., tuple[Path, str, l
 @pytest.mark.sweep
 @pytest.mark.slow
 def test_next_start_over_the_same_dataset_reads_no_sample_to_encode_it(
-    again: Any, capfd: pytest.CaptureFixture[str]
+    again: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    _limit(monkeypatch)
     assert COMPLETE not in again("first", epochs=1)[1]
     assert "encoding:" in capfd.readouterr().err
     found, said, modules = again("later")

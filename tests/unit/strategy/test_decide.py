@@ -228,14 +228,33 @@ def test_side_models_that_no_step_calls_leave_their_room_to_the_step(strategy: S
     of = SPLIT if strategy is Strategy.SPLIT else RANKS if strategy is Strategy.SEQUENCE else WHOLE
     job = replace(of, side_models=beside, home=Stored(11 * GIB), request=Request(strategy=strategy))
     called = decide(job, limits(70, 4))
-    idle = decide(replace(job, request=replace(job.request, idle=frozenset(beside))), limits(70, 4))
+    most = called.peaks[0].total / GIB if called.peaks and strategy is not Strategy.STREAM else 70
+    encoded = replace(job, request=replace(job.request, idle=frozenset(beside)))
+    idle = decide(encoded, limits(most, 4))
     assert called.side_models == {}
     assert idle.side_models == {"text_encoder": HOST, "vae": HOST}
     assert idle.notes[0] == "text_encoder and vae (9.00 GiB) wait in host memory: what they encode is there"
     if called.peaks:
         assert called.peaks[0].total - idle.peaks[0].total == 9 * GIB
-    again = decide_again(replace(job, request=replace(job.request, idle=frozenset(beside))), limits(70, 4), idle)
-    assert again.side_models == idle.side_models
+    assert decide_again(encoded, limits(most, 4), idle).side_models == idle.side_models
+
+
+@pytest.mark.parametrize("strategy", [Strategy.RESIDENT, Strategy.SEQUENCE, Strategy.SPLIT])
+def test_side_models_that_no_step_calls_stay_where_the_step_gains_nothing_by_their_room(strategy: Strategy) -> None:
+    """Moving them takes seconds, and each rank's take host memory."""
+    beside = {"text_encoder": SideModel(num_bytes=8 * GIB, movable=True)}
+    of = SPLIT if strategy is Strategy.SPLIT else RANKS if strategy is Strategy.SEQUENCE else WHOLE
+    request = Request(strategy=strategy, idle=frozenset(beside))
+    job = replace(of, side_models=beside, home=Stored(9 * GIB), request=request)
+    plan = decide(job, limits(140, 4))
+    assert plan.side_models == {}
+    assert not any("host memory" in note for note in plan.notes)
+    needed = plan.peaks[0].total / GIB
+    assert decide(job, limits(needed / 0.86, 4)).side_models == {}
+    assert decide(job, limits(needed / 0.88, 4)).side_models == {"text_encoder": HOST}, "a prediction may be off"
+    assert decide(job, Limits()).side_models == {}, "a device without a limit has room"
+    again = replace(job, video=LONG)
+    assert decide_again(again, limits(140, 4), plan).side_models == {}, "what has stayed cannot leave any more"
 
 
 def test_pipeline_that_does_not_fit_leaves_the_split_with_the_reason() -> None:

@@ -10,9 +10,10 @@ A new strategy is a member of `Strategy`, its bound and its rows in `choice.py`,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from wanshim.core.model_split.plan import format_bytes
 from wanshim.core.model_split.side_models import HOST, choose_devices, describe_move
@@ -34,31 +35,40 @@ def decide(job: TrainingJob, limits: Limits) -> TrainingPlan:
     Raises:
         PlacementInvalid: no step fits, with what would; or the requested strategy cannot run.
     """
+    idle = [name for name, model in job.side_models.items() if name in job.request.idle and model.movable]
+    plan = _decide(job, limits, idle, waiting=idle)
+    # With assumed sizes a larger sample may need their room, and when training has begun they cannot leave any more.
+    if idle and not job.sizes and (beside := _tried(partial(_decide, idle=idle), job, limits)) is not None:
+        has_room = not limits.available or (beside.peaks and fits(beside.peaks, without_gaps(limits.available)))
+        if has_room and beside.shared | {"side_models": {}} == plan.shared | {"side_models": {}}:
+            return beside
+    return plan
+
+
+def _decide(job: TrainingJob, limits: Limits, idle: Sequence[str], waiting: Sequence[str] = ()) -> TrainingPlan:
+    """The plan once side models have left.
+
+    Args:
+        idle: side models that no step calls.
+        waiting: those of them that wait in host memory.
+    """
     assumed = (job.sizes,) if job.sizes and not job.unpredictable else ()
-    job, limits, idle, waiting = _without_idle(job, limits)
+    leaving = sum(job.side_models[name].num_bytes for name in waiting)
+    job = replace(
+        job,
+        home=replace(job.home, frozen=job.home.frozen - leaving),
+        side_models={name: model for name, model in job.side_models.items() if name not in idle},
+    )
+    limits = replace(limits, host=max(0, limits.host - leaving))
     try:
         plan = _plan(job, limits)
     except PlacementInvalid as error:
         error.found = "; ".join((error.found, *assumed))
         raise
-    notes = (*waiting, *plan.notes, *_notes_on_kept_blocks(job, limits, plan), *assumed)
-    moves = {**plan.side_models, **idle}
+    said = f"{' and '.join(waiting)} ({format_bytes(leaving)}) wait in host memory: what they encode is there"
+    notes = (*[said] * bool(waiting), *plan.notes, *_notes_on_kept_blocks(job, limits, plan), *assumed)
+    moves = {**plan.side_models, **dict.fromkeys(waiting, HOST)}
     return replace(plan, block_changes=job.request.block_changes, side_models=moves, notes=notes)
-
-
-def _without_idle(job: TrainingJob, limits: Limits) -> tuple[TrainingJob, Limits, dict[str, str], tuple[str, ...]]:
-    """Job and limits once the side models that no step calls wait in host memory; where they go, and what is said."""
-    sizes = {n: one.num_bytes for n, one in job.side_models.items() if n in job.request.idle and one.movable}
-    if not sizes:
-        return job, limits, {}, ()
-    total = sum(sizes.values())
-    job = replace(
-        job,
-        home=replace(job.home, frozen=job.home.frozen - total),
-        side_models={name: model for name, model in job.side_models.items() if name not in sizes},
-    )
-    note = f"{' and '.join(sizes)} ({format_bytes(total)}) wait in host memory: what they encode is there"
-    return job, replace(limits, host=max(0, limits.host - total)), dict.fromkeys(sizes, HOST), (note,)
 
 
 def decide_again(job: TrainingJob, limits: Limits, plan: TrainingPlan) -> TrainingPlan:
@@ -75,7 +85,10 @@ def decide_again(job: TrainingJob, limits: Limits, plan: TrainingPlan) -> Traini
         chunks=(plan.step.chunk if plan.step is not None else None,),
         block_changes=plan.block_changes,
     )
-    again = replace(decide(replace(job, request=pinned), limits), saves_state=plan.saves_state)
+    idle = [name for name in job.request.idle if job.side_models[name].movable]
+    waiting = [name for name in idle if plan.side_models.get(name) == HOST]
+    again = _decide(replace(job, request=pinned), limits, idle, waiting)
+    again = replace(again, saves_state=plan.saves_state)
     fixed = {"step": None}
     if plan.streamed_blocks != again.streamed_blocks or again.shared | fixed != plan.shared | fixed:
         raise PlacementInvalid("other blocks or side models would have to leave the device")
