@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from wanshim.core.sequence import BlockList, check_tokens_apart
+from wanshim.core.sequence.blocks import heads_of
 from wanshim.errors import ModelInvalid
 
 
@@ -52,3 +53,11 @@ def test_a_scale_of_each_token_is_none_of_that_and_asked_once(dtype: torch.dtype
 
 def test_a_layer_that_cannot_compute_here_is_let_through() -> None:
     check_tokens_apart(lists(Broken(8, 8), nn.Linear(8, 8, device="meta"), Quantized(8, 8, dim=-1, device="meta")))
+
+
+def test_a_part_that_a_block_lacks_is_named() -> None:
+    with pytest.raises(ModelInvalid, match=r"Sequential 0 has no module self_attn"):
+        heads_of(lists(nn.Linear(8, 8)))
+    blocks = [nn.Sequential(nn.Linear(8, 8))]
+    with pytest.raises(ModelInvalid, match=r"Sequential 0 has no number attn\.heads"):
+        heads_of([BlockList(blocks=blocks, attention="0", projections=(), num_heads=("attn.heads",))])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wanshim.core.sequence.exchange import Passage, start_to_heads, start_to_tokens
+from wanshim.core.sequence.exchange import Passage, gather_heads, own_heads, start_to_heads, start_to_tokens
 from wanshim.core.sequence.plan import SequencePlan, plan_sequence, spans
 
 
@@ -66,6 +68,26 @@ def test_every_element_comes_where_it_belongs_and_back(size: tuple[int, ...]) ->
     post.deliver()
     for rank in range(ranks):
         assert torch.equal(back[rank], local[rank])
+
+
+@settings(deadline=None, max_examples=30)
+@given(sizes)
+def test_heads_of_tokens_that_all_ranks_have_come_together_again(size: tuple[int, ...]) -> None:
+    ranks, more_heads, tokens, batch, dim = size
+    plan = plan_sequence(range(ranks), heads=ranks + more_heads, blocks=1)
+    heads = sum(plan.heads)
+    whole = torch.arange(batch * tokens * heads * dim, dtype=torch.float32).view(batch, tokens, heads * dim)
+    parts = [whole.unflatten(2, (heads, dim)).movedim(2, 0)[span] for span in spans(plan.heads)]
+
+    def gather(mine: torch.Tensor, counts: Sequence[int], rank: int) -> torch.Tensor:
+        assert mine.is_contiguous()
+        assert torch.equal(mine, parts[rank])
+        assert tuple(counts) == plan.heads
+        return torch.cat(parts)
+
+    for rank in range(ranks):
+        group: Any = SimpleNamespace(rank=rank, gather=partial(gather, rank=rank))
+        assert torch.equal(gather_heads(group, plan, own_heads(group, plan, whole)), whole)
 
 
 class Log:

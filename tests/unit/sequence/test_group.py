@@ -175,3 +175,18 @@ def test_failed_exchange_ends_with_the_error_of_the_rank_that_caused_it(make: Ma
     with pytest.raises(RanksFailed, match="stopped: rank 7: ValueError: no such sample"):
         group.sum(torch.zeros(1))
     assert group.watch._mine["failure"] == ["connection", "block 4: peer closed"]
+
+
+def test_turns_leave_the_keys_of_few_in_the_store(make: Make, store: dist.HashStore) -> None:
+    ranks, counts = [Attendance(make(place)) for place in range(3)], []
+    for _ in range(6):
+        assert at_once(*(partial(each.together, "a call") for each in ranks)) == [True] * 3
+        counts.append(store.num_keys())
+    assert counts[-1] == counts[2] < 3 * counts[0]
+
+
+def test_key_of_this_turn_stays_for_a_rank_that_has_yet_to_look(make: Make) -> None:
+    rank = Attendance(make(0))
+    rank._leave("first")
+    rank._leave("second")
+    assert rank._store.check(["first", "second"])
