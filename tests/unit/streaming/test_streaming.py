@@ -254,7 +254,8 @@ def test_checkpoint_over_several_blocks_is_refused() -> None:
         x.sum().backward()
 
 
-def test_backward_of_several_forwards_is_that_of_the_resident_model() -> None:
+@pytest.mark.parametrize("count", [4, 5])
+def test_backward_of_several_forwards_is_that_of_the_resident_model(count: int) -> None:
     """Of two losses, and of steps one after the other as a distillation takes them."""
 
     def gradients(model: Model) -> list[torch.Tensor]:
@@ -265,7 +266,7 @@ def test_backward_of_several_forwards_is_that_of_the_resident_model() -> None:
         return [p.grad for p in model.parameters() if p.grad is not None]
 
     expected, model = gradients(Model()), Model()
-    stream_model(model, "cpu", count=5)
+    stream_model(model, "cpu", count=count)
     assert all(map(torch.equal, expected, gradients(model)))
 
 
