@@ -35,7 +35,7 @@ def decide(job: TrainingJob, limits: Limits) -> TrainingPlan:
     Raises:
         PlacementInvalid: no step fits, with what would; or the requested strategy cannot run.
     """
-    idle = [name for name, model in job.side_models.items() if name in job.request.idle and model.movable]
+    idle = _idle(job)
     plan = _decide(job, limits, idle, waiting=idle)
     # With assumed sizes a larger sample may need their room, and when training has begun they cannot leave any more.
     if idle and not job.sizes and (beside := _tried(partial(_decide, idle=idle), job, limits)) is not None:
@@ -43,6 +43,11 @@ def decide(job: TrainingJob, limits: Limits) -> TrainingPlan:
         if has_room and beside.shared | {"side_models": {}} == plan.shared | {"side_models": {}}:
             return beside
     return plan
+
+
+def _idle(job: TrainingJob) -> list[str]:
+    """Side models that no step calls, and that can leave."""
+    return [name for name, model in job.side_models.items() if name in job.request.idle and model.movable]
 
 
 def _decide(job: TrainingJob, limits: Limits, idle: Sequence[str], waiting: Sequence[str] = ()) -> TrainingPlan:
@@ -85,9 +90,8 @@ def decide_again(job: TrainingJob, limits: Limits, plan: TrainingPlan) -> Traini
         chunks=(plan.step.chunk if plan.step is not None else None,),
         block_changes=plan.block_changes,
     )
-    idle = [name for name in job.request.idle if job.side_models[name].movable]
-    waiting = [name for name in idle if plan.side_models.get(name) == HOST]
-    again = _decide(replace(job, request=pinned), limits, idle, waiting)
+    waiting = [name for name in _idle(job) if plan.side_models.get(name) == HOST]
+    again = _decide(replace(job, request=pinned), limits, _idle(job), waiting)
     again = replace(again, saves_state=plan.saves_state)
     fixed = {"step": None}
     if plan.streamed_blocks != again.streamed_blocks or again.shared | fixed != plan.shared | fixed:
