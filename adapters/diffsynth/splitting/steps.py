@@ -17,6 +17,7 @@ from wanshim.core.streaming import stream_of
 STEPS = (
     Step(on=lambda run: run.plan.side_models, apply=from_module("splitting.side_models")),
     encode_cache.STEP,
+    Step(on=lambda run: run.call.device.type == "cuda", apply=from_module("splitting.sample_waits")),
     Step(on=lambda run: run.handle is not None, apply=from_module("splitting.pipelined_loop", "over_stages")),
     Step(
         setting="plan",
