@@ -408,7 +408,16 @@ def _apply(run: Run, row: Row) -> None:
     if run.call.device.type == "cuda":
         run.undo.replace(run.call.accelerator, "prepare_data_loader", _received_ahead)
     folder = _folder(run.read)
-    run.undo.add(lambda: row.end(cache.counts["read"] + cache.counts["computed"], summary(cache, folder)))
+    is_first = run.call.accelerator.process_index % run.plan.ranks == 0
+
+    def end() -> None:
+        count = cache.counts["read"] + cache.counts["computed"]
+        if count or is_first:
+            row.end(count, summary(cache, folder))
+        else:
+            row.not_needed("the first rank of its group has what the units make, and the others have it from there")
+
+    run.undo.add(end)
 
 
 def _received_ahead(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -173,12 +173,13 @@ class Row:
 
     Args:
         notes: has `append`, and `lead` for the statement that the whole report begins with.
-        fall_back: takes the reason why the feature does nothing in this run; None: the feature is off.
+        seam: of the feature in this run; None: the feature is off.
+        ran: whether the run has trained a step.
     """
 
-    def __init__(self, notes: Any, fall_back: Report | None = None) -> None:
-        self._notes, self._fall_back = notes, fall_back
-        self.own = fall_back is not None
+    def __init__(self, notes: Any, seam: SeamState | None = None, ran: Callable[[], bool] = lambda: True) -> None:
+        self._notes, self._seam, self._ran = notes, seam, ran
+        self.own = seam is not None
         self.muted = False  # while what a step has done is not done by the end of the run
 
     @classmethod
@@ -197,12 +198,24 @@ class Row:
     def without_effect(self, reason: str) -> None:
         """Report why the feature does nothing in this run; the call is left to the framework once."""
         if not self.muted:
-            (self._fall_back or self._notes.append)(reason)
-            self._fall_back = None
+            (self._notes.append if self._seam is None else self._seam.fall_back)(reason)
+            self._seam = None
+
+    def not_needed(self, reason: str) -> None:
+        """Report why there was nothing to do for the feature in this run."""
+        if not self.muted and self._seam is not None:
+            self._seam.not_needed(reason)
+            self._seam = None
 
     def end(self, effect: object, text: str) -> None:
-        """Report what a step has done by the end of the run, or, without an effect, why nothing."""
-        (self.report if effect else self.without_effect)(text)
+        """Report what a step has done by the end of the run, or, without an effect, why nothing. A run that has trained
+        no step, as one that had ended before, had nothing for it to do."""
+        if effect:
+            self.report(text)
+        elif self._ran():
+            self.without_effect(text)
+        else:
+            self.not_needed("no step was trained")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,6 +41,7 @@ from wanshim.core.resume.state import (
     forget_partial,
     latest_run,
     new_run,
+    newest_facts,
     newest_state,
     read_state,
 )
@@ -136,19 +137,24 @@ class ResumableRun:
         return Path(chosen), state
 
     def _state_beside(self) -> str:
-        """The output folder beside this one that has a state, in words: a folder named after the time is never the one
-        of the run before."""
+        """The output folder beside this one that has a state of this run, in words: a folder named after the time is
+        never the one of the run before."""
         if self.wanted.folder or self.wanted.anew:
             return ""
         own = Path(self.call.logger.output_path).resolve()
         found: list[Path] = []
         for path in own.parent.glob(f"*/{FOLDER}"):
             with suppress(ResumeInvalid):  # no folder, or not this user's to read
-                found += [path] if path.parent != own and latest_run(path) else []
+                found += [path] if path.parent != own and self._goes_on_from(newest_facts(path)) else []
         if not found:
             return ""
         newest = max(found, key=lambda path: path.stat().st_mtime).parent
         return f"; there is one in {newest}, which the script goes on from if it names that output folder"
+
+    def _goes_on_from(self, found: tuple[Path, dict[str, Any] | None] | None) -> bool:
+        """Whether a newest state is one of this run, which has not ended."""
+        facts = found[1] if found is not None else None
+        return facts is not None and not facts.get("ended") and not differences(facts["identity"], self.identity)
 
     def _note_end(self, folder: Path) -> None:
         ended[folder] += self._has_ended()

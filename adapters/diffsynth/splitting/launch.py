@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from wanshim.adapters.diffsynth import checkpoint_offload, encode_cache, kept_attention, kept_blocks, resume
 from wanshim.adapters.diffsynth.splitting import low_precision, refusals, side_models
@@ -92,11 +93,12 @@ def prepare(call: TrainingCall, on: Mapping[str, SeamState], undo: Undo) -> None
         check_alike(plan)
     for text in filter(None, (*plan.notes, plan.choice)):
         lead.notes.append(text)
+    ran = _trains_a_step(undo)
     rows = {
         # the plan has more than one step, and its row is nobody's own
-        step.feature: Row(seam.notes, seam.fall_back)
+        step.feature: Row(seam.notes, seam, ran)
         if step.feature != MODEL_SPLIT and (seam := on.get(step.feature)) is not None
-        else Row(lead.notes)
+        else Row(lead.notes, ran=ran)
         for step in STEPS
     }
     run = Run(call=call, read=read, plan=plan, handle=handle, undo=undo)
@@ -122,6 +124,13 @@ def prepare(call: TrainingCall, on: Mapping[str, SeamState], undo: Undo) -> None
         lead.notes.append(plan.outcome)
     if MODEL_SPLIT in on and plan.changes_nothing and read.base is None:
         on[MODEL_SPLIT].not_needed("the plan changes nothing: the model is trained as DiffSynth trains it")
+
+
+def _trains_a_step(undo: Undo) -> Callable[[], bool]:
+    """Whether an optimizer has stepped since, asked until `undo` is removed or later."""
+    stepped: list[bool] = []
+    undo.add(register_optimizer_step_pre_hook(lambda *_: stepped.append(True) if not stepped else None).remove)
+    return lambda: bool(stepped)
 
 
 class KeptInBackward:

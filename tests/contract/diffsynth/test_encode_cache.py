@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -26,6 +27,7 @@ from tests.contract.diffsynth import encode_job as job
 from tests.contract.diffsynth import resume_runs
 from tests.contract.diffsynth.resume_runs import said
 from wanshim.adapters.diffsynth import encode_cache
+from wanshim.adapters.diffsynth.training_road import Row
 from wanshim.core.encoding.cache import EmbeddingCache
 from wanshim.core.encoding.directory import CacheDirectory
 from wanshim.core.model_split.side_models import HOST, moved_to
@@ -536,6 +538,59 @@ def test_resumed_run_is_the_run_that_was_never_stopped(tmp_path: Path) -> None:
     assert ours[:4] == plain[:4]
     assert ours[4:] == plain[-len(ours[4:]) :]
     assert job.encoded(tmp_path / "ours") == {"encode": 3, "forward": 2}
+
+
+@pytest.mark.parametrize(
+    ("rank", "ranks", "read", "said"),
+    [
+        (0, 2, 3, "report: 0 results were computed and 3 read"),
+        (0, 2, 0, "without_effect: 0 results"),
+        (1, 2, 3, "report: 0 results were computed and 3 read"),
+        (1, 2, 0, "not_needed: the first rank of its group has what the units make"),
+        (2, 2, 0, "without_effect: 0 results"),
+        (1, 1, 0, "without_effect: 0 results"),
+    ],
+)
+def test_first_rank_of_a_group_answers_for_what_is_read(
+    rank: int, ranks: int, read: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others get from it what the units make, and strict demands nothing of them."""
+    cache = SimpleNamespace(counts=Counter(read=read), num_damaged=0, reasons={}, unkept="")
+    monkeypatch.setattr(encode_cache, "_put_behind", lambda *_: SimpleNamespace(cache=cache))
+    heard: list[str] = []
+
+    class Stepped(Row):
+        def __getattribute__(self, name: str) -> Any:
+            if name in ("report", "without_effect", "not_needed"):
+                return lambda text: heard.append(f"{name}: {text}")
+            return super().__getattribute__(name)
+
+    with Undo() as undo:
+        accelerator = SimpleNamespace(process_index=rank)
+        call = SimpleNamespace(accelerator=accelerator, device=torch.device("cpu"))
+        settings = SimpleNamespace(encode_cache=str(tmp_path))
+        run: Any = SimpleNamespace(call=call, read=settings, undo=undo, plan=SimpleNamespace(ranks=ranks))
+        encode_cache.STEP.apply(run, Stepped(None))
+    (text,) = heard
+    assert text.startswith(said)
+
+
+@pytest.mark.parametrize("plan", ["", "auto"])
+def test_run_that_had_ended_leaves_nothing_to_the_framework(
+    plan: str, train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither what it would have read nor what it would have kept for backward: strict is content with it."""
+    variables = {"ENCODE_CACHE": f"{tmp_path}/cache", "RESUME": "auto", "SAVE_EVERY": "1", "PLAN": plan}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"WANSHIM_{name}", value)
+    for attempt in range(2):
+        product.deactivate()
+        product.activate()
+        train("ours", epochs=1, attempt=attempt)
+    assert "has ended at step 3" in "".join(product.report().row("diffsynth.resume").notes)
+    assert plan or "no step was trained" in product.report().row(FEATURE).notes
+    notes = [note for row in product.report().rows for note in row.notes]
+    assert not [note for note in notes if "left to the framework" in note or "no attention was kept" in note]
 
 
 @pytest.mark.slow

@@ -300,6 +300,18 @@ def test_state_in_a_folder_beside_the_run_s_own_is_named_and_a_file_there_is_non
     assert f"there is one in {tmp_path / 'monday'}," in "\n".join(wanshim.report().row(NAME).notes)
 
 
+def test_folder_beside_the_run_s_own_is_not_named_if_its_run_has_ended_or_is_another(tmp_path: Path) -> None:
+    """Such as the stage before it in one script."""
+    wanshim.activate(f"none,{NAME}")
+    train(tmp_path / "ended", epochs=1)
+    with pytest.raises(torch.OutOfMemoryError):
+        train(tmp_path / "another", epochs=5, at=3, end="error")
+    train(tmp_path / "own", epochs=1)
+    notes = "\n".join(wanshim.report().row(NAME).notes)
+    assert f"begins at step 0: there is no state in {tmp_path}/own/" in notes
+    assert "there is one in" not in notes
+
+
 @pytest.mark.sweep
 @pytest.mark.slow
 def test_run_whose_states_are_all_damaged_stops_and_begins_beside_them_if_asked(

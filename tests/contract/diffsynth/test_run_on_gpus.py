@@ -294,12 +294,21 @@ def test_disabled_job_is_the_program_alone_and_once(tmp_path: Path) -> None:
 
 TWO = ("--nproc-per-node", "2", "train.py")
 SPAWNS = """
+import os
 import torch.multiprocessing, torch.distributed
 def train(rank):
     torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:{port}", rank=rank, world_size=3)
     open("started.joined", "w").close()
 if __name__ == "__main__":
     torch.multiprocessing.spawn(train, nprocs=3)
+"""
+DEBUGS = """
+import accelerate
+def train():
+    accelerate.Accelerator(cpu=True)
+    open("started.joined", "w").close()
+if __name__ == "__main__":
+    accelerate.debug_launcher(train, num_processes=3)
 """
 NOTEBOOK = """
 import os
@@ -358,7 +367,12 @@ def test_accelerates_launcher_is_refused_with_what_its_configuration_sets(tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "script",
-    [pytest.param(NOTEBOOK, id="notebook_launcher"), pytest.param(SPAWNS, id="spawn", marks=pytest.mark.sweep)],
+    [
+        pytest.param(NOTEBOOK, id="notebook_launcher"),
+        pytest.param(SPAWNS, id="spawn", marks=pytest.mark.sweep),
+        pytest.param(SPAWNS.replace('"tcp://127.0.0.1:{port}"', '"file://" + os.path.abspath("meeting")'), id="file"),
+        pytest.param(DEBUGS, id="debug_launcher", marks=pytest.mark.sweep),
+    ],
 )
 def test_program_that_starts_processes_itself_is_refused(tmp_path: Path, script: str) -> None:
     refused(tmp_path, "train.py", script=script.replace("{port}", str(ranks.free_port())))

@@ -44,6 +44,25 @@ def test_log_of_a_run_that_stopped_with_its_state_saved_says_where_it_resumes(tm
     assert (found["state"], found["resumes_at"]) == ("stopped", 12)
 
 
+@pytest.mark.parametrize(
+    ("code", "state", "error"),
+    [
+        (None, "finished", None),
+        (0, "finished", None),
+        (3, "failed", "SystemExit: 3"),
+        ("no", "failed", "SystemExit: no"),
+    ],
+)
+def test_log_of_a_program_that_ends_itself_has_the_state_of_its_status(
+    code: object, state: str, error: str | None, tmp_path: Path
+) -> None:
+    recorder = opened(tmp_path)
+    with pytest.raises(SystemExit), recorder.of_run():
+        raise SystemExit(code)
+    end = end_of(recorder)
+    assert (end["state"], end.get("error")) == (state, error)
+
+
 def test_log_opened_while_the_run_lasts_closes_as_finished(tmp_path: Path) -> None:
     said: list[str] = []
     recording = Recording(str(tmp_path), "a.progress", strict=False, note=said.append, without_effect=said.append)

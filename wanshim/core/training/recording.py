@@ -70,16 +70,19 @@ class Recording:
 
     @contextmanager
     def of_run(self) -> Iterator[None]:
-        """A context for the run. Every way out closes its log: finished, stopped with a state that it resumes from, or
-        failed with the error."""
+        """A context for the run. Every way out closes its log: finished, also where the program ends itself with status
+        0, stopped with a state that it resumes from, or failed with the error."""
         state, error, resumes_at = "failed", None, None
         try:
             yield
             state = "finished"
         except BaseException as raised:
-            error = f"{type(raised).__name__}: {raised}"[:ERROR_CHARACTERS]
             resumes_at = getattr(raised, RESUMES_AT, None)
-            state = "failed" if resumes_at is None else "stopped"
+            if resumes_at is None and isinstance(raised, SystemExit) and not raised.code:
+                state = "finished"
+            else:
+                error = f"{type(raised).__name__}: {raised}"[:ERROR_CHARACTERS]
+                state = "failed" if resumes_at is None else "stopped"
             raise
         finally:
             if self.recorder is not None:

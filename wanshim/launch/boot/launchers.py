@@ -23,6 +23,7 @@ from wanshim.patching.hooks import ImportHook
 from wanshim.process_report import say
 
 AGENT, ACCELERATE, STORE = "torch.distributed.launcher.api", "accelerate.utils.launch", "torch.distributed.rendezvous"
+JOB = "torch.distributed.distributed_c10d"
 OF_ACCELERATE = ("prepare_simple_launcher_cmd_env", "prepare_multi_gpu_env", "prepare_deepspeed_cmd_env")
 OFF = ("", "0", "no", "false", "none", "default")  # values of a variable that says nothing
 THREADS = ("OMP_", "KMP_")  # which `wanshim run --gpus` sets by itself
@@ -33,7 +34,7 @@ Call = Callable[..., Any]
 def watch() -> None:
     """Wrap the functions when their modules are imported."""
     rank = hand_over.run_rank()
-    names = [AGENT, ACCELERATE, *([STORE] if rank else []), *(["accelerate"] if rank and rank[0] == 0 else [])]
+    names = [AGENT, ACCELERATE, *([STORE, JOB] if rank else []), *(["accelerate"] if rank and rank[0] == 0 else [])]
     _hook.watch(names, _imported)
 
 
@@ -44,6 +45,7 @@ def _imported(module: ModuleType) -> None:
         AGENT: (("launch_agent",), _start_agent),
         ACCELERATE: (OF_ACCELERATE, _prepare_accelerate),
         STORE: (("_create_c10d_store", "TCPStore"), _make_store),
+        JOB: (("init_process_group",), _join),
     }
     if module.__name__ == "accelerate":
         _say_what_is_lost()
@@ -171,11 +173,26 @@ def _make_store(original: Call, _: object, args: tuple[Any, ...], kwargs: dict[s
     rank, size = hand_over.run_rank() or (0, 1)
     found = given.get("world_size")
     if "rank" in given and found is not None and found > 1 and (given["rank"], found) != (rank, size):
-        refuse(refusal(f"what starts processes itself: one joined a job as rank {given['rank']} of {found}"))
+        refuse(_of_another_job(given["rank"], found))
     if given.get("is_master") and _is_loopback(given["host_name"]):
         with suppress(OSError):  # this process listens there already
             return original(*args, **kwargs, master_listen_fd=_listen(given["host_name"], given["port"]))
     return original(*args, **kwargs)
+
+
+def _join(original: Call, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch's `init_process_group`, however its ranks meet: by a file, a store of the program's own, variables."""
+    import torch.distributed as dist
+
+    made = original(*args, **kwargs)
+    found = dist.get_rank(), dist.get_world_size()
+    if found[1] > 1 and found != hand_over.run_rank() and dist.get_backend() != "fake":
+        refuse(_of_another_job(*found))
+    return made
+
+
+def _of_another_job(rank: int, size: int) -> str:
+    return refusal(f"what starts processes itself: one joined a job as rank {rank} of {size}")
 
 
 def _is_loopback(host: str) -> bool:
