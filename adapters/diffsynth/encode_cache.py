@@ -7,7 +7,7 @@ device computes. Any rank and any later run that comes to the same inputs reads 
 random, or reads something that was drawn, is computed in each step as before, and the report names it.
 
 A planned run (`wanshim run --gpus`) encodes what is missing before it trains, each rank its share of the samples. Text
-encoder and VAE then wait in host memory if the plan gains by their room.
+encoder and VAE then wait in host memory, unless the same plan fits beside them.
 """
 
 from __future__ import annotations
@@ -420,13 +420,28 @@ def _apply(run: Run, row: Row) -> None:
     run.undo.add(end)
 
 
+class _AsItIs:
+    """A sample on its way from a worker, of which torch's thread locks no page."""
+
+    def __init__(self, sample: Any) -> None:
+        self._sample = sample
+
+    def pin_memory(self) -> Any:
+        return self._sample
+
+
+def _collated(collate: Callable[[Any], Any], samples: Any) -> _AsItIs:
+    return _AsItIs(collate(samples))
+
+
 def _received_ahead(original: Callable[..., Any]) -> Callable[..., Any]:
-    """accelerate's `prepare_data_loader`, of whose loaders samples are received in the thread that torch has to lock
-    tensors' pages: a video takes tenths of a second to come from its worker, in which several GPUs would wait."""
+    """accelerate's `prepare_data_loader`, of whose loaders samples are received in the thread that torch has on a
+    machine with GPUs to lock tensors' pages: a video takes tenths of a second to come from its worker, in which several
+    GPUs would wait."""
 
     def prepare(loader: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(loader, "num_workers", 0):
-            loader.pin_memory = True
+        if getattr(loader, "num_workers", 0) and not loader.pin_memory:
+            loader.pin_memory, loader.collate_fn = True, partial(_collated, loader.collate_fn)
         return original(loader, *args, **kwargs)
 
     return prepare

@@ -185,6 +185,7 @@ ABOUT_ALL = {
     "test_plugins",
     "test_readme",
     "test_reach",
+    "test_sample_waits",
     "test_training_guide",
     "test_unlisted",
     "test_without_effect",

@@ -152,9 +152,12 @@ class ResumableRun:
         return f"; there is one in {newest}, which the script goes on from if it names that output folder"
 
     def _goes_on_from(self, found: tuple[Path, dict[str, Any] | None] | None) -> bool:
-        """Whether a newest state is one of this run, which has not ended."""
-        facts = found[1] if found is not None else None
-        return facts is not None and not facts.get("ended") and not differences(facts["identity"], self.identity)
+        """Whether a newest state is one that this run would go on from, and train."""
+        path, facts = found or (Path(), None)
+        if facts is None:
+            return False
+        changed = differences(facts["identity"], self.identity)
+        return not refusal(changed, self.wanted, path) and (not facts.get("ended") or "num_epochs" in changed)
 
     def _note_end(self, folder: Path) -> None:
         ended[folder] += self._has_ended()

@@ -1,4 +1,4 @@
-"""A word at the end of a planned run on what its GPU waited for: several GPUs take samples faster than the few workers
+"""A word at the end of a run on what its GPU waited for: several GPUs take samples faster than the few workers
 load them that suffice for one."""
 
 from __future__ import annotations

@@ -448,17 +448,24 @@ def test_validation_inside_of_a_training_is_the_framework_s(train: Any, activate
     assert job.encoded(train("ours", epochs=1, change=validates)) == {"encode": 3, "forward": 3 + 2}
 
 
+class Pinned(dict[str, Any]):
+    def pin_memory(self) -> None:
+        raise AssertionError("a sample is received as it is")
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_samples_of_a_loader_with_workers_are_received_in_a_thread(workers: int) -> None:
     """torch has that thread for loaders that lock pages, on a machine with a GPU; elsewhere it says so."""
     from accelerate import Accelerator
+    from torch.utils.data._utils.pin_memory import pin_memory
 
     accelerator, undo = Accelerator(cpu=True), Undo()
     undo.replace(accelerator, "prepare_data_loader", encode_cache._received_ahead)
-    loader = torch.utils.data.DataLoader([{"prompt": "a"}], collate_fn=lambda batch: batch[0], num_workers=workers)
+    loader = torch.utils.data.DataLoader([Pinned(prompt="a")], collate_fn=lambda batch: batch[0], num_workers=workers)
     prepared = accelerator.prepare(loader)
     assert prepared.base_dataloader.pin_memory == bool(workers)
-    assert list(prepared) == [{"prompt": "a"}]
+    (sample,) = prepared
+    assert (pin_memory(sample) if workers else sample) == {"prompt": "a"}
     undo.remove()
     assert not accelerator.prepare(torch.utils.data.DataLoader([1], num_workers=workers)).base_dataloader.pin_memory
 

@@ -378,6 +378,26 @@ def test_program_that_starts_processes_itself_is_refused(tmp_path: Path, script:
     refused(tmp_path, "train.py", script=script.replace("{port}", str(ranks.free_port())))
 
 
+TIMED = """
+import torch.distributed as dist
+import wanshim
+dist.init_process_group("gloo")
+print(wanshim.report(strict=False).row("torch.pg_timeout").state)
+dist.destroy_process_group()
+"""
+
+
+def test_look_at_a_job_leaves_a_feature_over_the_same_function_in_place(tmp_path: Path) -> None:
+    done = two(tmp_path, TIMED, WANSHIM_PG_TIMEOUT_S="100")
+    assert "exercised" in done.stdout, done.stdout + done.stderr
+    assert "displaced" not in done.stdout + done.stderr
+
+
+def test_job_of_other_sizes_is_refused_before_it_waits_for_its_processes(tmp_path: Path) -> None:
+    alone = SPAWNS.replace("tcp://127.0.0.1:{port}", f"file://{tmp_path}/meeting").replace("nprocs=3", "nprocs=1")
+    assert "one joined a job as rank 0 of 3" in refused(tmp_path, "train.py", script=alone)
+
+
 def binary(folder: Path, name: str, recipe: str) -> str:
     """A double of a launcher that is no Python and no shell: awk, which runs a recipe."""
     (folder / f"{name}.recipe").write_text(recipe.replace("python", sys.executable))

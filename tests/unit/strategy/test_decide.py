@@ -257,6 +257,19 @@ def test_side_models_that_no_step_calls_stay_where_the_step_gains_nothing_by_the
     assert decide_again(again, limits(140, 4), plan).side_models == {}, "what has stayed cannot leave any more"
 
 
+def test_no_side_model_that_steps_call_leaves_so_that_an_idle_one_can_stay() -> None:
+    beside = {
+        "text_encoder": SideModel(num_bytes=10 * GIB, movable=True),
+        "vae": SideModel(num_bytes=3 * GIB, movable=True),
+    }
+    request = Request(strategy=Strategy.SEQUENCE, idle=frozenset({"text_encoder"}))
+    job = replace(RANKS, side_models=beside, home=Stored(14 * GIB), request=request)
+    moves = [decide(job, limits(gib, 4)).side_models for gib in range(44, 70)]
+    assert {"text_encoder": HOST} in moves
+    assert {} in moves
+    assert not [found for found in moves if "vae" in found and "text_encoder" not in found]
+
+
 def test_pipeline_that_does_not_fit_leaves_the_split_with_the_reason() -> None:
     job = replace(SPLIT, request=Request(offload=False))
     plan = decide(job, limits(24))

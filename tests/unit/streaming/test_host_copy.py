@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from tests.unit.streaming.model import Model, data
-from wanshim.core.generation.host_streams import host_copy
+from wanshim.core.generation.host_streams import host_copy, wait_for
 from wanshim.core.shared.host_memory import unnamed_file
 from wanshim.core.streaming import HostCopy, bytes_when_streamed, compute_from
 from wanshim.core.streaming.block_weights import bounds_of
@@ -234,9 +235,35 @@ def test_files_that_the_host_has_no_room_for_are_said_and_the_model_stays(monkey
 
     monkeypatch.setattr("wanshim.core.streaming.host_copy.populate", full)
     copy = HostCopy.of(model, shared=True)
-    with pytest.raises(HostMemoryInvalid, match="No space left"):
+    with pytest.raises(
+        HostMemoryInvalid, match=r"^[\d.]+ GiB of host memory for the weights of Model: .*No space left"
+    ):
         copy.wait()
     assert [p.data_ptr() for p in model.parameters()] == places
+    assert all(map(torch.equal, outputs(model), expected))
+
+
+@either
+def test_copy_in_place_of_one_that_failed_has_all_weights(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of its other blocks have come by then: two that move at once would take them from each other."""
+    model, put = made(), HostCopy._put
+    expected, first = outputs(model), model.blocks[0].base.weight
+
+    def fails_first(copy: HostCopy, block: Any) -> None:
+        if any(weight is first for weight in block):
+            raise RuntimeError("not that one")
+        time.sleep(0.05)
+        put(copy, block)
+
+    with monkeypatch.context() as failing:
+        failing.setattr(HostCopy, "_put", fails_first)
+        failed = host_copy(model, shared=shared)
+        with pytest.raises(RuntimeError, match="not that one"):
+            wait_for(model, failed)
+    copy = host_copy(model, shared=False)
+    wait_for(model, copy)
+    assert copy is not failed
+    assert all(copy.offset(weight) is not None for weight in model.blocks.parameters())
     assert all(map(torch.equal, outputs(model), expected))
 
 

@@ -51,6 +51,8 @@ def test_log_of_a_run_that_stopped_with_its_state_saved_says_where_it_resumes(tm
         (0, "finished", None),
         (3, "failed", "SystemExit: 3"),
         ("no", "failed", "SystemExit: no"),
+        ("", "failed", "SystemExit: "),  # Python ends with status 1 for it
+        (0.0, "failed", "SystemExit: 0.0"),
     ],
 )
 def test_log_of_a_program_that_ends_itself_has_the_state_of_its_status(

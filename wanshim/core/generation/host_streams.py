@@ -35,13 +35,13 @@ def host_copy(model: nn.Module, *, shared: bool, moved: Moved = lambda weights: 
     known = _COPIES.get(model)
     if known is None or known.layouts(model) is None or (shared and not known.descriptors):
         if known is not None:
-            _COPIES.pop(model).wait()
+            _COPIES.pop(model).settle()
         known = _COPIES[model] = HostCopy.of(model, shared=shared, moved=moved)
     return known
 
 
 def wait_for(model: nn.Module, copy: HostCopy) -> None:
-    """Wait until the weights have come. If a block fails to, another copy takes this one's place.
+    """Wait until the weights have come. If a block fails to, the others come, and another copy takes this one's place.
 
     Raises:
         HostMemoryInvalid: the host has not that much memory.
@@ -49,6 +49,7 @@ def wait_for(model: nn.Module, copy: HostCopy) -> None:
     try:
         copy.wait()
     except BaseException:
+        copy.settle()
         _COPIES.pop(model, None)
         raise
 
@@ -117,6 +118,9 @@ class OwnStreams:
         """
         brought = self.bring(models, shared=shared)
         if not self._are_streamed:
+            for module, copy in brought if shared else ():
+                if copy is not None:  # what fails must fail here: in a forward, workers compute at the same time
+                    wait_for(module, copy)
             self._are_streamed = True
             for module, copy in brought:
                 self._attach(module, copy)

@@ -40,7 +40,8 @@ def decide(job: TrainingJob, limits: Limits) -> TrainingPlan:
     # With assumed sizes a larger sample may need their room, and when training has begun they cannot leave any more.
     if idle and not job.sizes and (beside := _tried(partial(_decide, idle=idle), job, limits)) is not None:
         has_room = not limits.available or (beside.peaks and fits(beside.peaks, without_gaps(limits.available)))
-        if has_room and beside.shared | {"side_models": {}} == plan.shared | {"side_models": {}}:
+        leaving = {**beside.side_models, **dict.fromkeys(idle, HOST)}  # no model that steps call leaves in their place
+        if has_room and replace(beside, side_models=leaving).shared == plan.shared:
             return beside
     return plan
 

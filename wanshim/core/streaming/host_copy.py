@@ -114,7 +114,7 @@ class HostCopy:
 
         def move(block: Sequence[torch.Tensor], begin: int, end: int) -> None:
             if self.descriptors:  # to write to pages that there are not would end the process
-                with room_for(end - begin, purpose, added=0):
+                with room_for(self.memory.numel(), purpose, added=0):
                     populate(self.memory[begin:end])
             with torch.inference_mode(inference):
                 self._put(block)

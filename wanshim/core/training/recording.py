@@ -78,7 +78,7 @@ class Recording:
             state = "finished"
         except BaseException as raised:
             resumes_at = getattr(raised, RESUMES_AT, None)
-            if resumes_at is None and isinstance(raised, SystemExit) and not raised.code:
+            if resumes_at is None and isinstance(raised, SystemExit) and _is_success(raised.code):
                 state = "finished"
             else:
                 error = f"{type(raised).__name__}: {raised}"[:ERROR_CHARACTERS]
@@ -89,3 +89,8 @@ class Recording:
                 self.recorder.close(state, error, resumes_at)
         if not self.was_opened:
             self._without_effect("not recorded: no step ran")
+
+
+def _is_success(code: object) -> bool:
+    """Whether Python ends with status 0 for it."""
+    return code is None or (isinstance(code, int) and code == 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import deque
@@ -15,7 +16,8 @@ LEAST_SECONDS, LEAST_SHARE = 10.0, 0.1  # of waiting, that it is worth a word
 
 
 class SampleWaits:
-    """The waits of a run's epochs. Of an epoch's first sample, for which workers start, nothing counts.
+    """The waits of a run's epochs. Of an epoch's first two samples, for which workers start, nothing counts: accelerate
+    fetches them before the first step.
 
     Args:
         device: on a GPU a wait begins when it has computed what it was given, and ends when the next sample is there.
@@ -24,20 +26,21 @@ class SampleWaits:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pairs: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()  # which the GPU has yet to reach
-        self.waited = self.seconds = 0.0
+        self.waited = self.loaded = self.seconds = 0.0
 
     def around(self, iterate: Callable[[], Iterator[T]]) -> Iterator[T]:
         """The samples of `iterate()`, each fetched when it is asked for."""
-        samples, last = iterate(), None
-        while True:
-            mark = self._mark()
+        samples, last = iterate(), 0.0
+        for number in itertools.count():
+            mark, asked = self._mark(), time.perf_counter()
             try:
                 sample = next(samples)
             except StopIteration:
                 return
             now = time.perf_counter()
-            if last is not None:
+            if number > 1:
                 self.seconds += now - last
+                self.loaded += now - asked
                 self._add(mark)
             last = now
             yield sample
@@ -51,7 +54,7 @@ class SampleWaits:
         if self.waited < max(LEAST_SECONDS, LEAST_SHARE * self.seconds):
             return None
         busy = max(self.seconds - self.waited, 0.01 * self.seconds)
-        loading = workers * self.seconds if workers else self.waited
+        loading = workers * self.seconds if workers else self.loaded
         return max(workers + 1, math.ceil(loading / busy))
 
     def _mark(self) -> Any:

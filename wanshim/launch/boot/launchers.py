@@ -170,10 +170,8 @@ def _make_store(original: Call, _: object, args: tuple[Any, ...], kwargs: dict[s
     is_store = original.__name__ == "TCPStore"  # whose second two arguments are others
     named = ("host_name", "port", "world_size", "is_master") if is_store else ("hostname", "port", "rank", "world_size")
     given = {**dict(zip(named, args, strict=False)), **kwargs}
-    rank, size = hand_over.run_rank() or (0, 1)
-    found = given.get("world_size")
-    if "rank" in given and found is not None and found > 1 and (given["rank"], found) != (rank, size):
-        refuse(_of_another_job(given["rank"], found))
+    if "rank" in given:
+        _check_job(given["rank"], given.get("world_size"))
     if given.get("is_master") and _is_loopback(given["host_name"]):
         with suppress(OSError):  # this process listens there already
             return original(*args, **kwargs, master_listen_fd=_listen(given["host_name"], given["port"]))
@@ -184,15 +182,20 @@ def _join(original: Call, _: object, args: tuple[Any, ...], kwargs: dict[str, An
     """torch's `init_process_group`, however its ranks meet: by a file, a store of the program's own, variables."""
     import torch.distributed as dist
 
+    given = {**dict(zip(("backend", "init_method", "timeout", "world_size", "rank"), args, strict=False)), **kwargs}
+    if given.get("backend") == "fake":  # a job of one process, which traces what many would do
+        return original(*args, **kwargs)
+    if "rank" in given and "world_size" in given:  # before it waits for the others
+        _check_job(given["rank"], given["world_size"])
     made = original(*args, **kwargs)
-    found = dist.get_rank(), dist.get_world_size()
-    if found[1] > 1 and found != hand_over.run_rank() and dist.get_backend() != "fake":
-        refuse(_of_another_job(*found))
+    _check_job(dist.get_rank(), dist.get_world_size())
     return made
 
 
-def _of_another_job(rank: int, size: int) -> str:
-    return refusal(f"what starts processes itself: one joined a job as rank {rank} of {size}")
+def _check_job(rank: int, size: int | None) -> None:
+    """End a process that joins another job than that of `--gpus`."""
+    if size is not None and size > 1 and (rank, size) != (hand_over.run_rank() or (0, 1)):
+        refuse(refusal(f"what starts processes itself: one joined a job as rank {rank} of {size}"))
 
 
 def _is_loopback(host: str) -> bool:

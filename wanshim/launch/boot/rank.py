@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -64,7 +65,7 @@ def record_failure() -> None:
     print_traceback = sys.excepthook
 
     def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, KeyboardInterrupt):
+        if not isinstance(error, KeyboardInterrupt) and not _is_refused():
             text = named_message(error)
             if len(text) > LONGEST:  # the cause may come last, behind what a program that failed has printed
                 text = f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
@@ -73,6 +74,13 @@ def record_failure() -> None:
             print_traceback(kind, error, trace)
 
     sys.excepthook = record
+
+
+def _is_refused() -> bool:
+    """Whether a process of this rank was refused: what ends its parent behind that is no error of its own."""
+    with suppress(OSError, ValueError):
+        return "refusal" in json.loads(hand_over.failure_file().read_text())
+    return False
 
 
 def _write(found: dict[str, str]) -> None:

@@ -31,8 +31,8 @@ def _activate() -> None:
         from wanshim.launch.boot import launchers, rank
 
         rank.enter()
+        launchers.watch()  # first: what a feature puts over the same functions is found in its place
         activation.activate(hand_over.inherited())
-        launchers.watch()
         if hand_over.is_rank():
             from wanshim.launch.boot import made_folders
 
