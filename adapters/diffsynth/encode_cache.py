@@ -426,7 +426,7 @@ class _AsItIs:
     def __init__(self, sample: Any) -> None:
         self._sample = sample
 
-    def pin_memory(self) -> Any:
+    def pin_memory(self, *device: object) -> Any:
         return self._sample
 
 
