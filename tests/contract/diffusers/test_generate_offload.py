@@ -263,13 +263,24 @@ def cast_layerwise(model: Any) -> None:
     model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
 
 
+def large_offloaded() -> Any:
+    pipe = wan_pipelines.wan()
+    pipe.register_modules(transformer=wan_pipelines._dit(num_layers=6, ffn_dim=8192))
+    offloading.WAYS["block"](pipe)
+    return pipe
+
+
+def leave_no_room_for_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each other device holds two of its blocks, and not all."""
+    monkeypatch.setattr(shared_pipeline.SharedPipeline, "used_by_worker", lambda *_, **__: 0)
+    monkeypatch.setattr(shared_pipeline, "available_bytes", lambda device, **_: 8 * 2**20)
+
+
 def test_worker_without_room_streams_from_call_to_call(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """Also what changes between calls: adapters are added, and all weights are other tensors."""
-    pipe = wan_pipelines.wan()
-    pipe.register_modules(transformer=wan_pipelines._dit(num_layers=6, ffn_dim=8192))
-    offloading.WAYS["block"](pipe)
+    pipe = large_offloaded()
 
     def call(**changed: Any) -> torch.Tensor:
         return wan_pipelines.generate(pipe, "wan", **changed)
@@ -280,8 +291,7 @@ def test_worker_without_room_streams_from_call_to_call(
     assert all(map(torch.equal, expected, [call(prompts=2), call(num_frames=9)]))
     assert not handle.plan.streamed
     assert not host_copy(pipe.transformer, shared=False).descriptors  # the worker has its own on its device
-    monkeypatch.setattr(shared_pipeline.SharedPipeline, "used_by_worker", lambda *_, **__: 0)
-    monkeypatch.setattr(shared_pipeline, "available_bytes", lambda device, **_: 8 * 2**20)
+    leave_no_room_for_its_copy(monkeypatch)
     assert all(map(torch.equal, expected, [call(prompts=2), call(num_frames=9)]))
     assert handle.plan.streamed
     assert host_copy(pipe.transformer, shared=False).descriptors
@@ -301,14 +311,11 @@ def test_host_without_room_for_files_leaves_the_call_to_one_process(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """Of those that its processes would stream from, as a container's limit has it: pages are fetched as they fill."""
-    pipe = wan_pipelines.wan()
-    pipe.register_modules(transformer=wan_pipelines._dit(num_layers=6, ffn_dim=8192))
-    offloading.WAYS["block"](pipe)
+    pipe = large_offloaded()
     expected = wan_pipelines.generate(pipe, "wan")
     handle = wanshim.parallelize_pipeline(pipe, gpus=2)
     request.addfinalizer(handle.remove)
-    monkeypatch.setattr(shared_pipeline.SharedPipeline, "used_by_worker", lambda *_, **__: 0)
-    monkeypatch.setattr(shared_pipeline, "available_bytes", lambda device, **_: 8 * 2**20)
+    leave_no_room_for_its_copy(monkeypatch)
     with monkeypatch.context() as full:
 
         def fetch(memory: torch.Tensor) -> bool:

@@ -49,8 +49,7 @@ def wait_for(model: nn.Module, copy: HostCopy) -> None:
     try:
         copy.wait()
     except BaseException:
-        copy.settle()
-        _COPIES.pop(model, None)
+        _settle(model, copy)
         raise
 
 

@@ -551,7 +551,7 @@ class _Call:
                     self._check_again(name, module)
                     host = host_copy(module, shared=True) if self._plan.streamed else None
                     try:
-                        for copy in (*brought, *([] if host is None else [host])):
+                        for copy in brought if host is None else [host]:
                             wait_for(module, copy)
                     except BaseException:
                         self._streams.end()  # this process takes a copy of its own, if it still computes

@@ -215,7 +215,7 @@ class HostCopy:
 
 
 def num_files(bounds: Sequence[tuple[int, int]]) -> int:
-    """Of memory that processes share, with blocks of these bounds."""
+    """The number of files of memory that processes share, with blocks of these bounds."""
     return len(_file_sizes(bounds))
 
 

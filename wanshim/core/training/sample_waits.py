@@ -46,10 +46,10 @@ class SampleWaits:
             yield sample
 
     def workers_in_time(self, workers: int) -> int | None:
-        """How many workers would load samples as fast as the device takes them; None: it hardly waits.
+        """The number of workers that would load samples as fast as the device takes them; None: it hardly waits.
 
         Args:
-            workers: how many there are; 0: the process itself loads.
+            workers: the number that there is; 0: the process itself loads.
         """
         if self.waited < max(LEAST_SECONDS, LEAST_SHARE * self.seconds):
             return None
