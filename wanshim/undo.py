@@ -38,10 +38,12 @@ class Undo:
         """Set `owner.name` to `make(the original)`."""
         self.set(owner, {name: make(getattr(owner, name))})
 
-    def set_variable(self, name: str, value: str) -> None:
-        """Set an environment variable."""
+    def set_variable(self, name: str, value: str, *, if_unset: bool = False) -> None:
+        """Set an environment variable, or only one that is not set."""
         variables = os.environ  # noqa: TID251 - set for a library that knows no other way; not read
         before = variables.get(name)
+        if if_unset and before is not None:
+            return
         variables[name] = value
         self._steps.append(lambda: variables.pop(name, None) if before is None else variables.update({name: before}))
 

@@ -261,10 +261,10 @@ class Arrival:
         for path in sorted(self.folder.glob("out/**/epoch-*.safetensors")):
             found |= {f"{path.name} {name}": tensor for name, tensor in load_file(path).items()}
         for number, path in enumerate(sorted(self.folder.glob("out/*/*.pth"), key=_sample)):
-            kept = torch.load(path, weights_only=True)
+            kept = torch.load(path, map_location="cpu", weights_only=True)
             found |= {f"sample {number} {name}": tensor for name, tensor in kept.items() if name not in DRAWN}
         for path in sorted(self.folder.glob("*.0.pt")):
-            found[path.name] = torch.load(path, weights_only=True)
+            found[path.name] = torch.load(path, map_location="cpu", weights_only=True)
         return found
 
     def losses(self) -> list[list[float]]:

@@ -9,6 +9,9 @@ from threading import Lock
 
 from .roads import CHECKPOINTING, Arrival, Road, check, travel
 
+COMPILING = "its kernels are being compiled"
+STARTS = 6  # a process ends with the kernels under way, so that each start of a tiny model brings some
+
 
 class Traveller:
     """Args: at_once: how many commands run side by side."""
@@ -16,7 +19,7 @@ class Traveller:
     def __init__(self, folder: Path, *, on_cpu: bool, at_once: int = 1) -> None:
         self.folder, self.on_cpu = folder, on_cpu
         self._pool = ThreadPoolExecutor(at_once)
-        self._started: dict[tuple[str, str], Future[Arrival]] = {}
+        self._started: dict[tuple[str, str, int], Future[Arrival]] = {}
         self._lock = Lock()
 
     def start(self, roads: Iterable[Road]) -> None:
@@ -27,7 +30,10 @@ class Traveller:
                 self._start(road.reference, _own_arguments(road))
 
     def run(self, road: Road) -> Arrival:
-        found = self._start(road.command, road.arguments, road.status).result()
+        for start in range(STARTS):
+            found = self._start(road.command, road.arguments, road.status, start).result()
+            if COMPILING not in found.said:  # on a GPU: "once on this machine; later calls take them"
+                break
         expected = None if road.reference is None else self._start(road.reference, _own_arguments(road)).result()
         check(road, found, expected)
         return found
@@ -35,8 +41,8 @@ class Traveller:
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def _start(self, command: str, arguments: str, status: int = 0) -> Future[Arrival]:
-        key = command, arguments
+    def _start(self, command: str, arguments: str, status: int = 0, start: int = 0) -> Future[Arrival]:
+        key = command, arguments, start
         with self._lock:
             if key not in self._started:
                 checkpoint = self.folder / "checkpoint"

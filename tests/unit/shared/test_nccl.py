@@ -15,6 +15,9 @@ import torch
 import torch.distributed as dist
 
 from wanshim.core.ranks import nccl
+from wanshim.core.ranks.group import Group, LocalStore
+
+INTERFACE = "NCCL_SOCKET_IFNAME"
 
 
 @pytest.mark.parametrize("before", [None, "3"])
@@ -46,30 +49,51 @@ def test_two_threads_that_make_a_group_each_find_the_variable_and_leave_it_as_it
     assert os.environ.get(nccl._ERROR_HANDLING) == before
 
 
-def test_variable_is_there_while_a_group_is_constructed_and_not_while_it_connects(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A double of the group: NCCL has no CPU."""
-    seen = {}
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
+    """The variables that a group finds at each moment. A double of the group: NCCL has no CPU."""
+    found: dict[str, str | None] = {}
 
     class Group:
         Options = staticmethod(lambda **_: Group())
 
         def __init__(self, *arguments: Any) -> None:
             if arguments:
-                seen["constructor"] = os.environ.get(nccl._ERROR_HANDLING)
+                found["constructor"] = os.environ.get(nccl._ERROR_HANDLING)
 
         def send(self, *_: Any) -> None:
-            seen["connecting"] = os.environ.get(nccl._ERROR_HANDLING)
+            found["connecting"] = os.environ.get(nccl._ERROR_HANDLING)
+            found["interface"] = os.environ.get(INTERFACE)
 
         recv = _start_coalescing = lambda self, *_: None
         _end_coalescing = wait = lambda self: self
 
-    monkeypatch.delenv(nccl._ERROR_HANDLING, raising=False)
+    for name in (nccl._ERROR_HANDLING, INTERFACE):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Group)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch, "zeros", lambda size, device, made=torch.zeros: made(size))
+    return found
+
+
+def test_variable_is_there_while_a_group_is_constructed_and_not_while_it_connects(seen: dict[str, str | None]) -> None:
     nccl.connect(dist.HashStore(), 0, 2, torch.device("cpu"), timedelta(seconds=5))
-    assert seen == {"constructor": "0", "connecting": None}
+    assert seen == {"constructor": "0", "connecting": None, "interface": None}
+
+
+@pytest.mark.parametrize(
+    ("own", "job", "interface"), [(None, False, "=lo"), ("eth0", False, "eth0"), (None, True, None)]
+)
+def test_group_of_one_machine_listens_on_the_loopback_interface_unless_the_process_has_another(
+    own: str | None, job: bool, interface: str | None, seen: dict[str, str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if own is not None:
+        monkeypatch.setenv(INTERFACE, own)
+    monkeypatch.setattr(dist, "is_initialized", lambda: job)
+    group = Group(range(2), 0, LocalStore(dist.HashStore()))
+    group.connect("tensors", torch.device("cuda", 0), timedelta(seconds=5))
+    assert seen["interface"] == interface
+    assert os.environ.get(INTERFACE) == own  # a process that this one starts chooses for itself
 
 
 def test_groups_of_one_gpu_are_aborted_though_the_first_waits_for_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,6 +184,9 @@ def test_exit_waits_for_an_abort_but_not_for_ever(ends: bool, monkeypatch: pytes
 AT_EXIT = """
 import atexit
 from wanshim.core.ranks import nccl
+from wanshim.core.ranks.group import Group, LocalStore
+
+INTERFACE = "NCCL_SOCKET_IFNAME"
 
 class Group:
     def __init__(self, name):
@@ -190,6 +217,9 @@ def test_groups_are_aborted_while_the_interpreter_ends() -> None:
 SLOW = """
 import time
 from wanshim.core.ranks import nccl
+from wanshim.core.ranks.group import Group, LocalStore
+
+INTERFACE = "NCCL_SOCKET_IFNAME"
 
 class Group:
     def abort(self):

@@ -178,7 +178,8 @@ class Group:
             wait(keys)
         store = dist.PrefixStore(link, self.store.store if self.is_local else self.store)
         if device.type == "cuda":
-            return nccl.connect(store, self.rank, self.size, device, limit, high_priority=high_priority)
+            ranks, local = (self.rank, self.size), self.is_local
+            return nccl.connect(store, *ranks, device, limit, high_priority=high_priority, local=local)
         if not self.is_local:
             return dist.ProcessGroupGloo(store, self.rank, self.size, limit)
         backend: Any = dist.ProcessGroupGloo

@@ -30,7 +30,14 @@ _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 def connect(
-    store: dist.Store, rank: int, size: int, device: torch.device, patience: timedelta, *, high_priority: bool = False
+    store: dist.Store,
+    rank: int,
+    size: int,
+    device: torch.device,
+    patience: timedelta,
+    *,
+    high_priority: bool = False,
+    local: bool = False,
 ) -> Any:
     """The group, with all its ranks connected; every rank must call it.
 
@@ -39,6 +46,7 @@ def connect(
 
     Args:
         high_priority: its kernels start before those of other streams that wait for a free multiprocessor.
+        local: all ranks are on this machine; their sockets listen on the loopback address.
 
     Raises:
         RuntimeError: NCCL failed, or not every rank came within `patience`.
@@ -51,7 +59,7 @@ def connect(
 
     def send_around() -> None:
         try:
-            with torch.cuda.device(device):
+            with _loopback(local), torch.cuda.device(device):
                 value = torch.zeros(2, device=device)
                 peers._start_coalescing()
                 peers.send([value[:1]], (rank + 1) % size, 0)
@@ -120,6 +128,17 @@ def _started(thread: threading.Thread) -> bool:
             thread.start()
             return True
     return False
+
+
+@contextlib.contextmanager
+def _loopback(local: bool) -> Iterator[None]:
+    """NCCL listens on the interface that a variable of the process names when it first connects, and keeps it: torch
+    has no option for it. A process that is in a job of torch.distributed keeps the interface of that, which may lead to
+    other machines, and a user's own choice stays."""
+    with Undo() as undo:
+        if local and not dist.is_initialized():
+            undo.set_variable("NCCL_SOCKET_IFNAME", "=lo", if_unset=True)  # without "=" it is the beginning of a name
+        yield
 
 
 @contextlib.contextmanager
