@@ -24,7 +24,6 @@ PRELOAD = [
     "pytest",
     "safetensors",
     "torchvision",
-    "typer._adapters",
     "wanshim.cli.main",
     "wanshim.core.decoding",
     "wanshim.core.encoding",

@@ -10,9 +10,9 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Optional
+from typing import Any
 
-import typer
+import click
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -23,35 +23,46 @@ from tools.drift.compare import FeatureChange
 from tools.drift.download import versions
 from tools.drift.library import Library
 from tools.drift.release import framework_of
-from wanshim.cli.main import entry
+from wanshim.cli.main import as_json, entry
 from wanshim.errors import WanshimError
 from wanshim.select import catalog, matrix
 
 COLOURS = {"patch": "green", "native": "cyan", "unknown": "yellow", "refuse": "red", "absent": "dim"}
 UNREAD = 3  # exit status: what was read is as the table has it, but not all could be read
 
-app = typer.Typer(
-    help="Hold releases against compat_matrix.yaml.", no_args_is_help=True, pretty_exceptions_enable=False
-)
 console = Console()
 
-AsJson = Annotated[bool, typer.Option("--json", help="The same as JSON.")]
-Wheels = Annotated[Optional[list[Path]], typer.Option("--wheel", help="A wheel, or a folder of wheels. Repeatable.")]  # noqa: UP045
-Offline = Annotated[bool, typer.Option("--offline", help="Download nothing.")]
-Table = Annotated[Optional[Path], typer.Option("--table", help="Another compat_matrix.yaml.")]  # noqa: UP045
+PATH: Any = click.Path(path_type=Path)
+wheels = click.option("--wheel", type=PATH, multiple=True, help="A wheel, or a folder of wheels. Repeatable.")
+offline_option = click.option("--offline", is_flag=True, help="Download nothing.")
+table_option = click.option("--table", type=PATH, help="Another compat_matrix.yaml.")
+
+
+@click.group(no_args_is_help=True)
+def app() -> None:
+    """Hold releases against compat_matrix.yaml."""
 
 
 @app.command()
+@click.argument("packages", nargs=-1)
+@wheels
+@click.option("--folder", type=PATH, help="A package's own folder, such as src/fastvideo.")
+@click.option("--as", "called", help="The version that the folder stands for.")
+@click.option("--write/--no-write", help="Add rows, with the verdict `unknown`, for a person to judge.")
+@click.option("--check/--no-check", help="Exit status 1 where a release has no judged row.")
+@offline_option
+@table_option
+@as_json
 def scan(
-    packages: Annotated[Optional[list[str]], typer.Argument(help="package or package==version; default: all")] = None,  # noqa: UP045
-    wheel: Wheels = None,
-    folder: Annotated[Optional[Path], typer.Option(help="A package's own folder, such as src/fastvideo.")] = None,  # noqa: UP045
-    called: Annotated[Optional[str], typer.Option("--as", help="The version that the folder stands for.")] = None,  # noqa: UP045
-    write: Annotated[bool, typer.Option(help="Add rows, with the verdict `unknown`, for a person to judge.")] = False,
-    check: Annotated[bool, typer.Option(help="Exit status 1 where a release has no judged row.")] = False,
-    offline: Offline = False,
-    table: Table = None,
-    as_json: AsJson = False,
+    packages: tuple[str, ...],
+    wheel: tuple[Path, ...],
+    folder: Path | None,
+    called: str | None,
+    write: bool,
+    check: bool,
+    offline: bool,
+    table: Path | None,
+    as_json: bool,
 ) -> None:
     """Hold releases against the matrix, seam by seam, with the diff of what changed. Reads wheels and source
     folders; installs and imports nothing. Without packages, wheels or a folder: the newest release of each
@@ -63,21 +74,21 @@ def scan(
     known = catalog.discover()
     with TemporaryDirectory(prefix="wanshim-") as place:
         library = Library(known.frameworks, Path(place), online=not offline)
-        releases = library.add_wheels(wheel or [])
+        releases = library.add_wheels(wheel)
         if folder is not None:
             releases.append(library.add_folder(folder, called))
-        named = packages or ([] if releases else [f.distribution for f in known.frameworks.values()])
+        named = list(packages) or ([] if releases else [f.distribution for f in known.frameworks.values()])
         releases += [library.find(name) for name in named]
         changes = [change for release in releases for change in scanning.scan(release, known, loaded, library)]
     if as_json:
-        typer.echo(json.dumps([asdict(change) for change in changes], indent=2, default=str))
+        click.echo(json.dumps([asdict(change) for change in changes], indent=2, default=str))
     else:
         _print_changes(changes)
     if write:
         tabular.save(tabular.add_rows(loaded, changes, releases), path)
         console.print(f"written to {path}; run `make docs`")
     if check and any(not scanning.is_judged(change, loaded) for change in changes):
-        raise typer.Exit(1)
+        raise SystemExit(1)
 
 
 def _print_changes(changes: list[FeatureChange]) -> None:
@@ -99,15 +110,14 @@ def _print_changes(changes: list[FeatureChange]) -> None:
 
 
 @app.command()
-def missing(
-    packages: Annotated[Optional[list[str]], typer.Argument(help="Default: all that the adapters patch.")] = None,  # noqa: UP045
-    table: Table = None,
-) -> None:
+@click.argument("packages", nargs=-1)
+@table_option
+def missing(packages: tuple[str, ...], table: Path | None) -> None:
     """List the releases, pre-releases too, that the index has and the table has no row for, from a framework's first
     row on. Exit status 1 where there is one."""
     loaded = matrix.load(table or matrix.path_of_own_matrix())
     known = catalog.discover().frameworks.values()
-    named = [framework_of(name, known) for name in packages or ()] or list(known)
+    named = [framework_of(name, known) for name in packages] or list(known)
     lacking = False
     for framework in named:
         releases = scanning.releases_without_row(loaded, framework.name, versions(framework.distribution))
@@ -116,21 +126,20 @@ def missing(
         console.print(f"{framework.distribution}: {found}", highlight=False, soft_wrap=True)
     if lacking:
         console.print("Read one with `python tools/matrix.py scan PACKAGE==VERSION`, add its row with --write")
-        raise typer.Exit(1)
+        raise SystemExit(1)
 
 
 @app.command()
-def verify(
-    frameworks: Annotated[Optional[list[str]], typer.Argument(help="Default: all of the table.")] = None,  # noqa: UP045
-    wheel: Wheels = None,
-    offline: Offline = False,
-    table: Table = None,
-) -> None:
+@click.argument("frameworks", nargs=-1)
+@wheels
+@offline_option
+@table_option
+def verify(frameworks: tuple[str, ...], wheel: tuple[Path, ...], offline: bool, table: Path | None) -> None:
     """Derive every fingerprint of the table again from the releases, and hold each verdict against what the other rows
     and the adapters' judges say of the code. Exit status 1 on any difference; 3 where there is none, but releases could
     not be fetched."""
     loaded = matrix.load(table or matrix.path_of_own_matrix())
-    unknown = sorted(set(frameworks or ()) - set(loaded.declared))
+    unknown = sorted(set(frameworks) - set(loaded.declared))
     if unknown:
         raise WanshimError(f"the table has no framework {unknown[0]!r}", expected="of " + ", ".join(loaded.declared))
     rows = [row for row in loaded.rows if not frameworks or row.framework in frameworks]
@@ -139,7 +148,7 @@ def verify(
     unread: dict[str, list[verification.Unread]] = {}
     with TemporaryDirectory(prefix="wanshim-") as place:
         library = Library(known.frameworks, Path(place), online=not offline)
-        library.add_wheels(wheel or [])
+        library.add_wheels(wheel)
         for found in verification.verify(loaded, library.of_row, rows, known.features.values()):
             if isinstance(found, verification.Unread):
                 unread.setdefault(found.cause, []).append(found)
@@ -154,9 +163,9 @@ def verify(
     not_read = f", {sum(map(len, unread.values()))} rows not read" if unread else ""
     console.print(f"{count} rows read, {differences} differences{not_read}", highlight=False)
     if differences:
-        raise typer.Exit(1)
+        raise SystemExit(1)
     if unread:
-        raise typer.Exit(UNREAD)
+        raise SystemExit(UNREAD)
 
 
 if __name__ == "__main__":

@@ -11,14 +11,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from wanshim import settings
-from wanshim.cli.main import FOREIGN_OPTIONS, Features, Gpus, entry
+from wanshim.cli.main import FOREIGN_OPTIONS, command_line, entry, features, gpus
 from wanshim.errors import WanshimError
 
 if TYPE_CHECKING:
@@ -30,22 +30,19 @@ PARTS = {"losses": "losses", "gradients": "gradients", "weights": "weights after
 RECORD = Path(__file__).parent / "record"  # its sitecustomize records the step
 STEP_FILE = "PROVE_STEP_FILE"  # the variable that it reads
 
-app = typer.Typer(pretty_exceptions_enable=False)
-
 
 class ProofFailed(WanshimError, RuntimeError):
     """Nothing to compare: a run failed, or the command does not compute the same twice."""
 
 
-@app.command(context_settings=FOREIGN_OPTIONS)
-def main(
-    command: Annotated[list[str], typer.Argument(help="-- prog args, as for `wanshim run`")],
-    features: Features = None,
-    gpus: Gpus = None,
-) -> None:
+@click.command(context_settings=FOREIGN_OPTIONS)
+@command_line
+@features
+@gpus
+def main(command: tuple[str, ...], features: str | None, gpus: int | None) -> None:
     """Run one step of the command with and without what is kept, and compare. Exit status 1 if the bits differ."""
-    if not prove(command, features, gpus, os.environ.get(KEEP_VARIABLE, ""), typer.echo):
-        raise typer.Exit(1)
+    if not prove(command, features, gpus, os.environ.get(KEEP_VARIABLE, ""), click.echo):
+        raise SystemExit(1)
 
 
 def prove(
@@ -121,4 +118,4 @@ def _compare(found: list[torch.Tensor], expected: list[torch.Tensor]) -> tuple[i
 
 
 if __name__ == "__main__":
-    entry(app)
+    entry(main)

@@ -182,7 +182,7 @@ import sys
 from wanshim.select import catalog
 found = catalog.discover()
 assert len(found.features) > 1
-heavy = {{"torch", "rich", "typer", "wrapt", *found.frameworks}}
+heavy = {{"torch", "rich", "click", "wrapt", *found.frameworks}}
 print(*sorted(heavy & set(sys.modules)))
 """
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from tests.kit import Contract
 from wanshim import settings

@@ -19,7 +19,7 @@ HEAVY = (
     "diffusers",
     "accelerate",
     "rich",
-    "typer",
+    "click",
 )
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
 from wanshim.errors import WanshimError
 
@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     from wanshim.select.matrix import Matrix
 
 
-def matrix(
-    frameworks: Annotated[Optional[list[str]], typer.Argument(help="Such as diffsynth; default: all.")] = None,  # noqa: UP045
-    as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
-) -> None:
-    """List the releases of each feature by verdict: patched, native or refused."""
+@click.command()
+@click.argument("frameworks", nargs=-1)
+@click.option("--json", "as_json", is_flag=True, help="The same as JSON.")
+def matrix(frameworks: tuple[str, ...], as_json: bool) -> None:
+    """List the releases of each feature by verdict: patched, native or refused. Frameworks: such as diffsynth;
+    all of them by default."""
     from wanshim.cli import matrix_words
     from wanshim.select import matrix as matrices
 
@@ -25,10 +26,10 @@ def matrix(
     named = [_framework(name, loaded) for name in frameworks or loaded.declared]
     if as_json:
         records = [record for record in matrix_words.records(loaded) if record["framework"] in named]
-        typer.echo(json.dumps(records, indent=2))
+        click.echo(json.dumps(records, indent=2))
     else:
         for line in matrix_words.lines(loaded, named):
-            typer.echo(line)
+            click.echo(line)
 
 
 def _framework(name: str, loaded: Matrix) -> str:

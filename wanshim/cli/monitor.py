@@ -6,35 +6,47 @@ import json
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
 from wanshim import settings
 from wanshim.errors import LogUnreadable, WanshimError
 from wanshim.values import checked_seconds
 
-if TYPE_CHECKING:  # every command imports this file, and only this one reads logs
+if TYPE_CHECKING:
     from wanshim.monitor.health import Patience
     from wanshim.monitor.runs import RunFolder
 
 MOST_NAMES = 20  # in an error
 
 
+@click.command()
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--serve", is_flag=True, help="A page instead of the terminal view.")
+@click.option("--host", default="127.0.0.1", help="Another address asks for a token: WANSHIM_MONITOR_TOKEN.")
+@click.option("--port", type=click.IntRange(0, 65535), default=7010, help="0: a free one.")
+@click.option("--check", is_flag=True, help="Exit status 1 unless all is well; for cron.")
+@click.option("--json", "as_json", is_flag=True, help="The status of every run, once, as JSON.")
+@click.option("--export", help="csv or tensorboard, into --output.")
+@click.option("--output", type=click.Path(path_type=Path), default=Path("exported"), help="For --export.")
+@click.option("--run", help="This run only, by its folder's name.")
+@click.option("--stall-medians", default=10.0, help="Silence that is a stall, in median steps.")
+@click.option("--stall-floor", default=60.0, help="... but never less than this many seconds.")
 def monitor(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Logs of runs: WANSHIM_PROGRESS_DIR of the training.")],
-    serve: Annotated[bool, typer.Option("--serve", help="A page instead of the terminal view.")] = False,
-    host: Annotated[str, typer.Option(help="Another address asks for a token: WANSHIM_MONITOR_TOKEN.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 7010,
-    check: Annotated[bool, typer.Option("--check", help="Exit status 1 unless all is well; for cron.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The status of every run, once, as JSON.")] = False,
-    export: Annotated[Optional[str], typer.Option(help="csv or tensorboard, into --output.")] = None,  # noqa: UP045
-    output: Annotated[Path, typer.Option(help="For --export.")] = Path("exported"),
-    run: Annotated[Optional[str], typer.Option(help="This run only, by its folder's name.")] = None,  # noqa: UP045
-    stall_medians: Annotated[float, typer.Option(help="Silence that is a stall, in median steps.")] = 10.0,
-    stall_floor: Annotated[float, typer.Option(help="... but never less than this many seconds.")] = 60.0,
+    folder: Path,
+    serve: bool,
+    host: str,
+    port: int,
+    check: bool,
+    as_json: bool,
+    export: str | None,
+    output: Path,
+    run: str | None,
+    stall_medians: float,
+    stall_floor: float,
 ) -> None:
-    """Watch training runs: steps, ETA, loss, GPUs, stalls."""
+    """Watch training runs: steps, ETA, loss, GPUs, stalls. DIR has their logs: WANSHIM_PROGRESS_DIR of the training."""
     from wanshim.monitor import status
     from wanshim.monitor.health import Patience
 
@@ -50,15 +62,15 @@ def monitor(
         missing = _export(runs, export, output) if export else []
         statuses = status.of_folder(runs, patience)
         if as_json:
-            typer.echo(json.dumps({"runs": statuses, "runs_left_out": len(runs.left_out)}, indent=2))
+            click.echo(json.dumps({"runs": statuses, "runs_left_out": len(runs.left_out)}, indent=2))
         if check:
             missing += [f"{run['id']}: {p['kind']}: {p['message']}" for run in statuses for p in run["problems"]]
         if check or export:
             missing += _not_read(runs, statuses)
         for line in missing:
-            typer.echo(line, err=as_json or not check)
+            click.echo(line, err=as_json or not check)
         if missing:
-            raise typer.Exit(1)
+            raise SystemExit(1)
     else:
         from rich.console import Console
 
@@ -108,7 +120,7 @@ def _export(runs: RunFolder, kind: str, output: Path) -> list[str]:
     for run in runs.runs.values():
         try:
             for path in EXPORTS[kind](run, output / run.id):
-                typer.echo(str(path))
+                click.echo(str(path))
         except LogUnreadable as error:
             missing.append(f"{run.id}: unread: {error}")
     return missing
@@ -132,7 +144,7 @@ def _serve(folder: Path, host: str, port: int, patience: Patience) -> None:
             address += f"?token={token}"
         elif token is not None:
             address += "?token=... (the value of WANSHIM_MONITOR_TOKEN)"
-        typer.echo(address)
+        click.echo(address)
         if not folder.exists():
-            typer.echo(f"{folder} does not exist yet: its runs are shown once it does", err=True)
+            click.echo(f"{folder} does not exist yet: its runs are shown once it does", err=True)
         server.serve(runs, host, listening, patience, token)

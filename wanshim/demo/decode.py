@@ -8,9 +8,8 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console
 
 from wanshim.demo import clip
@@ -27,14 +26,7 @@ WITHIN = {"strict": 0.0, "within tolerance": 1e-4}  # largest difference that a 
 console = Console()
 
 
-def run(
-    frames: Annotated[int, typer.Option(help="Frames of the clip, 4n + 1.")] = 17,
-    ranks: Annotated[int, typer.Option(help="Processes that decode together.")] = 2,
-    mode: Annotated[str, typer.Option(help="auto, temporal, spatial or tile.")] = "auto",
-    fast: Annotated[bool, typer.Option(help="The fast operators instead of the strict ones.")] = False,
-    output: Annotated[Path, typer.Option(help="Where decoded.mp4 goes.")] = Path("demo-output"),
-    video: Annotated[Optional[Path], typer.Option(help="An mp4 of your own.")] = None,  # noqa: UP045
-) -> None:
+def run(*, frames: int, ranks: int, mode: str, fast: bool, output: Path, video: Path | None) -> None:
     """A real clip through a tiny Wan VAE, decoded by one process and by several: plan, speed, difference."""
     # On as many GPUs as processes where there are enough, else on the CPU, one thread each.
     import torch.multiprocessing as processes
@@ -58,7 +50,7 @@ def run(
     console.print(table)
     console.print(f"\nframes      {target}", highlight=False)
     if result["difference"] > WITHIN.get(result["exactness"], float("inf")):
-        raise typer.Exit(1)
+        raise SystemExit(1)
 
 
 def work(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 
 from wanshim.demo.comparison import Comparison, check_installed
@@ -17,10 +16,7 @@ _SIZE = {"height": 128, "width": 128, "num_frames": 17}
 console = Console()
 
 
-def run(
-    gpus: Annotated[int, typer.Option(help="The largest number of processes; without as many GPUs, on the CPU.")] = 4,
-    steps: Annotated[int, typer.Option(help="Denoising steps, each of two forwards.")] = 4,
-) -> None:
+def run(*, gpus: int, steps: int) -> None:
     """A tiny Wan pipeline, denoised by one process, by two and by several: plans, speed, difference."""
     if gpus < 2 or steps < 1:
         raise WanshimError(f"--gpus {gpus} --steps {steps}", expected="two or more processes, one or more steps")
@@ -56,7 +52,7 @@ def run(
     finally:
         torch.set_num_threads(threads)
     if not kept:  # the frames of two processes are equal bit for bit, those of more within rounding
-        raise typer.Exit(1)
+        raise SystemExit(1)
 
 
 def _pipeline() -> Any:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
-
-import typer
 
 from wanshim.demo import clip
 from wanshim.demo.train import ACCUMULATION, ALONE, Way, arguments, console, train
@@ -13,13 +10,7 @@ from wanshim.demo.train import ACCUMULATION, ALONE, Way, arguments, console, tra
 RESUMED = Way("resumed", {"WANSHIM_RESUME": "auto", "WANSHIM_SAVE_EVERY": "1"})
 
 
-def run(
-    steps: Annotated[int, typer.Option(min=3, help="Optimizer steps of two micro-batches each.")] = 6,
-    output: Annotated[Path, typer.Option(help="Where checkpoint, LoRA files, states and logs go.")] = Path(
-        "demo-output"
-    ),
-    video: Annotated[Optional[Path], typer.Option(help="An mp4 of your own.")] = None,  # noqa: UP045
-) -> None:
+def run(*, steps: int, output: Path, video: Path | None) -> None:
     """A DiffSynth training is killed and goes on by the same command; compared with one that was not killed."""
     # It is killed in the first micro-batch of the last step but one. States of an earlier demo in the folder are left.
     import torch
@@ -44,4 +35,4 @@ def run(
     color, verdict = ("green", "agree") if same else ("red", "DIFFER")
     console.print(f"[{color}]the resumed training and the undisturbed one {verdict}[/]")
     if not same:
-        raise typer.Exit(1)
+        raise SystemExit(1)

@@ -8,9 +8,8 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -47,22 +46,10 @@ class Way:
 ALONE = Way("alone", {"WANSHIM_FEATURES": "none"})
 
 
-def demo(
-    context: typer.Context,
-    frames: Annotated[int, typer.Option(help="Frames of the clip, 4n + 1.")] = 9,
-    plan: Annotated[str, typer.Option(help="split, or sequence: each sample over two processes or more.")] = "split",
-    devices: Annotated[
-        str, typer.Option(help="Stages of a split, such as cuda:0,cuda:1. Default: all GPUs, or the CPU twice.")
-    ] = "",
-    steps: Annotated[int, typer.Option(help="Optimizer steps of two micro-batches each.")] = 3,
-    output: Annotated[Path, typer.Option(help="Where checkpoint, LoRA files and logs go.")] = Path("demo-output"),
-    video: Annotated[Optional[Path], typer.Option(help="An mp4 of your own.")] = None,  # noqa: UP045
-) -> None:
+def run(*, frames: int, plan: str, devices: str, steps: int, output: Path, video: Path | None) -> None:
     """Train a LoRA with DiffSynth on a real clip, alone and over several GPUs, and compare."""
     # A split, one process over the devices, agrees in every bit of losses and LoRA. Sequence parallel, a process for
     # each GPU or two on the CPU, computes in another order: its losses agree WITHIN the rounding of bf16.
-    if context.invoked_subcommand is not None:
-        return
     named = [name.strip() for name in devices.split(",") if name.strip()]
     clip.check_frames(frames)
     if steps < 1:
@@ -89,7 +76,7 @@ def demo(
         for note in feature["notes"]:
             console.print(f"\n{feature['feature']}: {note}", highlight=False)
     if not _compare(plain, several, way):
-        raise typer.Exit(1)
+        raise SystemExit(1)
 
 
 def arguments(output: Path, source: Path, frames: int, steps: int) -> list[str]:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from packaging.version import Version
-from typer.testing import CliRunner
 
 from tests.unit.drift import toy
 from tools.drift import download, table

@@ -9,8 +9,8 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
-from typer.testing import CliRunner
 
 from tests.unit.monitor.logs import END, make_run, start_line, steps, write_log
 from wanshim.cli.main import app

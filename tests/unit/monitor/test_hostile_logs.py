@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import HealthCheck, given
 from hypothesis import settings as fuzz
 from hypothesis import strategies as st
 from rich.console import Console
-from typer.testing import CliRunner
 
 from tests.unit.monitor.logs import END, make_run, start_line, steps, write_log
 from wanshim.cli.main import app

@@ -19,8 +19,8 @@ from wanshim.monitor.runs import RunFolder
 
 pytest.importorskip("starlette", reason="the extra wanshim[monitor] is not installed")
 import uvicorn
+from click.testing import CliRunner
 from starlette.testclient import TestClient
-from typer.testing import CliRunner
 
 from wanshim.monitor import server
 
