@@ -17,9 +17,9 @@ class Traveller:
     """Args: at_once: how many commands run side by side."""
 
     def __init__(self, folder: Path, *, on_cpu: bool, at_once: int = 1) -> None:
-        self.folder, self.on_cpu = folder, on_cpu
+        self.folder, self.checkpoint, self.on_cpu = folder, folder / "checkpoint", on_cpu
         self._pool = ThreadPoolExecutor(at_once)
-        self._started: dict[tuple[str, str, int], Future[Arrival]] = {}
+        self._started: dict[tuple[str, str], Future[Arrival]] = {}
         self._lock = Lock()
 
     def start(self, roads: Iterable[Road]) -> None:
@@ -30,10 +30,11 @@ class Traveller:
                 self._start(road.reference, _own_arguments(road))
 
     def run(self, road: Road) -> Arrival:
-        for start in range(STARTS):
-            found = self._start(road.command, road.arguments, road.status, start).result()
+        found = self._start(road.command, road.arguments, road.status).result()
+        for start in range(1, STARTS):
             if COMPILING not in found.said:  # on a GPU: "once on this machine; later calls take them"
                 break
+            found = self._travel(road.command, road.arguments, road.status, f"{found.folder.name}.{start}")
         expected = None if road.reference is None else self._start(road.reference, _own_arguments(road)).result()
         check(road, found, expected)
         return found
@@ -41,20 +42,20 @@ class Traveller:
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def _start(self, command: str, arguments: str, status: int = 0, start: int = 0) -> Future[Arrival]:
-        key = command, arguments, start
+    def _start(self, command: str, arguments: str, status: int = 0) -> Future[Arrival]:
+        key = command, arguments
         with self._lock:
             if key not in self._started:
-                checkpoint = self.folder / "checkpoint"
-                if "train.py" in command and not checkpoint.is_dir():
+                if "train.py" in command and not self.checkpoint.is_dir():
                     from wanshim.demo import wan_checkpoint
 
-                    wan_checkpoint.write(checkpoint)
-                folder = self.folder / str(len(self._started))
-                self._started[key] = self._pool.submit(
-                    travel, command, arguments, folder, checkpoint, on_cpu=self.on_cpu, status=status
-                )
+                    wan_checkpoint.write(self.checkpoint)
+                name = str(len(self._started))
+                self._started[key] = self._pool.submit(self._travel, command, arguments, status, name)
             return self._started[key]
+
+    def _travel(self, command: str, arguments: str, status: int, name: str) -> Arrival:
+        return travel(command, arguments, self.folder / name, self.checkpoint, on_cpu=self.on_cpu, status=status)
 
 
 def _own_arguments(road: Road) -> str:
