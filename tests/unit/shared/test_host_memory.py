@@ -59,6 +59,18 @@ def test_pages_are_locked_part_by_part_for_all_devices_and_unlocked_together(mon
     assert cuda.locked == {}
 
 
+def test_part_that_is_not_there_is_not_locked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = torch.zeros(12288, dtype=torch.uint8)
+    cuda = cuda_for(memory, monkeypatch)
+    unlock = page_lock(memory, [4096, 8192], GPU, lambda part: part != 1)
+    assert cuda.locked.keys() == {0, 8192}
+    assert caplog.messages == []
+    unlock()
+    assert cuda.locked == {}
+
+
 def test_pages_are_unlocked_when_their_tensor_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = torch.zeros(16)
     cuda = cuda_for(memory, monkeypatch)

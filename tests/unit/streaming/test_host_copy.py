@@ -16,7 +16,7 @@ from torch import nn
 
 from tests.unit.streaming.model import Model, data
 from wanshim.core.generation.host_streams import host_copy, wait_for
-from wanshim.core.shared.host_memory import unnamed_file
+from wanshim.core.shared.host_memory import PAGE, unnamed_file
 from wanshim.core.streaming import HostCopy, bytes_when_streamed, compute_from
 from wanshim.core.streaming.block_weights import bounds_of
 from wanshim.core.streaming.host_copy import _file_sizes
@@ -231,6 +231,8 @@ def test_files_that_the_host_has_no_room_for_are_said_and_the_model_stays(monkey
     expected, places = outputs(model), [p.data_ptr() for p in model.parameters()]
 
     def full(memory: torch.Tensor) -> bool:
+        if memory.numel() == PAGE:  # the states of the blocks
+            return True
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("wanshim.core.streaming.host_copy.populate", full)
@@ -241,6 +243,40 @@ def test_files_that_the_host_has_no_room_for_are_said_and_the_model_stays(monkey
         copy.wait()
     assert [p.data_ptr() for p in model.parameters()] == places
     assert all(map(torch.equal, outputs(model), expected))
+
+
+def test_pages_are_locked_in_every_process_when_their_block_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker maps the files while weights come into them: the host has no room for all pages before. A double of
+    the lock, for which there is no GPU; the other mapping is of this process."""
+    model, put, may_come = made(), HostCopy._put, threading.Event()
+    settled: dict[int, list[bool]] = {}
+    last = next(reversed(list(model.blocks[-1].parameters())))
+
+    def lock(memory: torch.Tensor, parts: list[int], device: Any, wait: Any) -> None:
+        for part in range(len(parts) + 1):
+            is_there = wait(part)
+            settled.setdefault(memory.data_ptr(), []).append(is_there)
+
+    def comes(copy: HostCopy, block: Any) -> None:
+        may_come.wait(60)
+        if any(weight is last for weight in block):
+            raise RuntimeError("not that one")
+        put(copy, block)
+
+    monkeypatch.setattr(HostCopy, "_put", comes)
+    monkeypatch.setattr("wanshim.core.streaming.host_copy.page_lock", lock)
+    copy = HostCopy.of(model, shared=True)
+    other = HostCopy.in_files(map(os.dup, copy.descriptors), copy.bounds)
+    for each in (copy, other):
+        each.lock(torch.device("cuda"))
+    time.sleep(0.1)
+    assert settled == {}
+    may_come.set()
+    for each in (copy, other):
+        assert each._locking is not None
+        each._locking.join(60)
+    expected = [True] * (len(model.blocks) - 1) + [False]
+    assert settled == {each.memory.data_ptr(): expected for each in (copy, other)}
 
 
 @either

@@ -550,11 +550,14 @@ class _Call:
                 with self._bare():
                     self._check_again(name, module)
                     host = host_copy(module, shared=True) if self._plan.streamed else None
+                    if host is not None:
+                        workers.share(host, count)
                     try:
                         for copy in brought if host is None else [host]:
                             wait_for(module, copy)
                     except BaseException:
                         self._streams.end()  # this process takes a copy of its own, if it still computes
+                        workers.close()  # which let go of this one
                         raise
                     workers.hold(
                         module,

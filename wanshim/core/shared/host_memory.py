@@ -197,7 +197,7 @@ def page_lock(
     memory: torch.Tensor,
     parts: Sequence[int] = (),
     device: torch.device | None = None,
-    wait: Callable[[int], object] | None = None,
+    wait: Callable[[int], bool] | None = None,
 ) -> weakref.finalize[Any, Any]:
     """Lock the pages of a contiguous host tensor for all GPUs; the result, called, unlocks them.
 
@@ -208,7 +208,7 @@ def page_lock(
         parts: where to begin anew, in bytes and whole pages, so that several threads lock at once. A copy must
             stay within one part.
         device: whose CUDA context is used; default: the current device's.
-        wait: called with the number of a part before it is locked.
+        wait: called with the number of a part before it is locked; False: it stays as it is.
     """
     runtime: Any = torch.cuda.cudart()
     address, size = memory.data_ptr(), memory.numel() * memory.element_size()
@@ -216,9 +216,9 @@ def page_lock(
     if device is None and torch.cuda.is_initialized():
         device = torch.device("cuda", torch.cuda.current_device())
 
-    def lock(part: int) -> int:
-        if wait is not None:
-            wait(part)
+    def lock(part: int) -> int | None:
+        if wait is not None and not wait(part):
+            return None
         begin, end = bounds[part : part + 2]
         with torch.cuda.device(device) if device is not None else nullcontext():  # a thread begins on the first one
             return int(runtime.cudaHostRegister(address + begin, end - begin, _PORTABLE))
@@ -226,9 +226,9 @@ def page_lock(
     # In threads that end: CUDA keeps an error for the thread it came to, and torch's next kernel there would raise it.
     with ThreadPoolExecutor(min(THREADS, len(bounds) - 1)) as pool:
         errors = list(pool.map(lock, range(len(bounds) - 1)))
-    locked = [address + begin for begin, error in zip(bounds, errors, strict=False) if not error]
+    locked = [address + begin for begin, error in zip(bounds, errors, strict=False) if error == 0]
     if any(errors):
-        _warn_of_refusal(f"CUDA error {max(errors)} for {size / 2**30:.2f} GiB")
+        _warn_of_refusal(f"CUDA error {max(filter(None, errors))} for {size / 2**30:.2f} GiB")
     storage = memory.untyped_storage()  # keeps the pages mapped until they are unlocked
     unlock = weakref.finalize(memory, _unlock, locked, storage)
     unlock.atexit = False  # the process gives everything back anyway, and CUDA may be gone by then

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
@@ -39,6 +40,8 @@ _NUMBERS = itertools.count()
 MOVED_AT_ONCE = 2  # blocks: giving memory back takes as long as a copy
 _FILES = 16  # of memory that processes share, at most
 _ELSEWHERE = 1 / 8  # of the copy's bytes: more than adapters of a high rank
+_COMES, _IS_THERE, _FAILED = range(3)  # a block, for the processes that share its copy
+_POLL_SECONDS = 0.005
 
 
 class HostCopy:
@@ -48,12 +51,17 @@ class HostCopy:
         memory: uint8, flat.
         bounds: begin and end of each block, in bytes; a block begins with a page.
         descriptors: of the files that it is, for other processes; they are closed with this object.
+        states: a byte a block, in those files: whether its weights have come.
     """
 
     def __init__(
-        self, memory: torch.Tensor, bounds: Sequence[tuple[int, int]], descriptors: Sequence[int] = ()
+        self,
+        memory: torch.Tensor,
+        bounds: Sequence[tuple[int, int]],
+        descriptors: Sequence[int] = (),
+        states: torch.Tensor | None = None,
     ) -> None:
-        self.number = next(_NUMBERS)
+        self.number, self._states = next(_NUMBERS), states
         self.memory, self.bounds, self.descriptors = memory, tuple(bounds), tuple(descriptors)
         # Offsets of weights that lie on a device, and here besides, and of those that are on their way.
         self._elsewhere: Any = WeakIdKeyDictionary()
@@ -90,6 +98,8 @@ class HostCopy:
         with room_for(size, purpose, added=added):
             files = map(unnamed_file, _file_sizes(bounds))
             made = cls.in_files(files, bounds) if shared else cls(of_this_process(size), bounds)
+            if made._states is not None:
+                populate(made._states)
         made._move(found, purpose, moved)
         return made
 
@@ -105,27 +115,34 @@ class HostCopy:
             for descriptor in descriptors:
                 until_mapped.callback(os.close, descriptor)
                 files.append(descriptor)
-            memory = side_by_side(files, _file_sizes(bounds))[: bounds[-1][1]]
+            memory = side_by_side(files, _file_sizes(bounds))
             until_mapped.pop_all()
-        return cls(memory, bounds, files)
+        return cls(memory[: bounds[-1][1]], bounds, files, memory[-_state_bytes(bounds) :])
 
     def _move(self, found: Sequence[Sequence[torch.Tensor]], purpose: str, moved: Moved) -> None:
         inference = torch.is_inference_mode_enabled()  # of this thread
 
-        def move(block: Sequence[torch.Tensor], begin: int, end: int) -> None:
-            if self.descriptors:  # to write to pages that there are not would end the process
-                with room_for(self.memory.numel(), purpose, added=0):
-                    populate(self.memory[begin:end])
-            with torch.inference_mode(inference):
-                self._put(block)
-                moved(block)
+        def move(at: int, block: Sequence[torch.Tensor], begin: int, end: int) -> None:
+            state = _FAILED
+            try:
+                if self.descriptors:  # to write to pages that there are not would end the process
+                    with room_for(self.memory.numel(), purpose, added=0):
+                        populate(self.memory[begin:end])
+                with torch.inference_mode(inference):
+                    self._put(block)
+                    moved(block)
+                state = _IS_THERE
+            finally:
+                if self._states is not None:
+                    self._states[at] = state
 
         for block, (offset, _) in zip(found, self.bounds, strict=True):
             for tensor in block:
                 self._elsewhere[tensor] = offset
                 offset += room(tensor)
         pool = ThreadPoolExecutor(MOVED_AT_ONCE, "wanshim-move")  # if one fails, the others stay as good
-        self._moves = [pool.submit(move, block, *bounds) for block, bounds in zip(found, self.bounds, strict=True)]
+        pieces = zip(found, self.bounds, strict=True)
+        self._moves = [pool.submit(move, at, block, *bounds) for at, (block, bounds) in enumerate(pieces)]
         pool.shutdown(wait=False)
 
     def _put(self, block: Sequence[torch.Tensor]) -> None:
@@ -146,6 +163,14 @@ class HostCopy:
         moves = self._moves if at is None else self._moves[at : at + 1]
         wait(moves)
         return not any(move.exception() for move in moves)
+
+    def _settle_anywhere(self, at: int) -> bool:
+        """`settle`, in whatever process the weights come."""
+        if self._states is None:
+            return self.settle(at)
+        while self._states[at] == _COMES:
+            time.sleep(_POLL_SECONDS)
+        return bool(self._states[at] == _IS_THERE)
 
     def has(self, at: int) -> bool:
         """Whether the block of that index has come."""
@@ -205,11 +230,15 @@ class HostCopy:
         return [begin for begin, _ in self.bounds[1:]]
 
     def lock(self, device: torch.device) -> None:
-        """Begin to lock the pages for GPUs, in a thread: until it has, copies take longer and are right."""
+        """Begin to lock the pages for GPUs, in a thread, each block's when its weights have come: the host has no room
+        for all of them before. Until it has, copies take longer and are right."""
         if device.type != "cuda" or self._locking is not None:
             return
         self._locking = threading.Thread(
-            target=page_lock, args=(self.memory, self.parts, device, self.settle), name="wanshim-lock", daemon=True
+            target=page_lock,
+            args=(self.memory, self.parts, device, self._settle_anywhere),
+            name="wanshim-lock",
+            daemon=True,
         )
         self._locking.start()
 
@@ -222,8 +251,13 @@ def num_files(bounds: Sequence[tuple[int, int]]) -> int:
 def _file_sizes(bounds: Sequence[tuple[int, int]]) -> list[int]:
     """Bytes of each file: of so many blocks that there are at most `_FILES`."""
     begins = [begin for begin, _ in bounds[:: -(-len(bounds) // _FILES)]]
-    ends = [*begins[1:], -(-bounds[-1][1] // PAGE) * PAGE]
+    ends = [*begins[1:], -(-bounds[-1][1] // PAGE) * PAGE + _state_bytes(bounds)]
     return [end - begin for begin, end in zip(begins, ends, strict=True)]
+
+
+def _state_bytes(bounds: Sequence[tuple[int, int]]) -> int:
+    """Whole pages behind the blocks, with a byte for each of them."""
+    return -(-len(bounds) // PAGE) * PAGE
 
 
 def compute_from(copy: HostCopy | None, model: nn.Module, device: torch.device) -> Undo:

@@ -119,12 +119,10 @@ class Placed:
 
     Args:
         number: of that memory.
-        bounds: of its blocks, in bytes.
         offsets: of tensors, by their place in a `Packed`.
     """
 
     number: int
-    bounds: tuple[tuple[int, int], ...]
     offsets: Mapping[int, int]
 
 

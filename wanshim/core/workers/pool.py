@@ -242,6 +242,24 @@ class Workers:
         self.proven[key].clear()
         return max(sum(tensors[at].nbytes for at in update.new if at not in offsets) for update in updates.values())
 
+    def share(self, host: HostCopy, count: int) -> None:
+        """Have the first `count` workers map a copy that weights are on their way to, and lock its pages meanwhile.
+
+        Raises:
+            WorkersFailed, WanshimError: as `hold`.
+        """
+        self._owner.check()
+        self.start()
+        with self._or_end():
+            self._share(host, range(count))
+
+    def _share(self, host: HostCopy, places: Iterable[int]) -> None:
+        for place in places:
+            link = self._running.workers[place].link
+            link.send(("share", host.number, host.bounds))
+            for descriptor in host.descriptors:
+                link.send_descriptor(descriptor)
+
     def _send_updates(
         self,
         key: int,
@@ -253,13 +271,13 @@ class Workers:
         offsets: Mapping[int, int],
     ) -> None:
         workers = self._running.workers
-        placed = None if host is None else Placed(host.number, host.bounds, offsets)
+        placed = None if host is None else Placed(host.number, offsets)
+        if host is not None:
+            self._share(host, updates)
         alike: dict[tuple[int, ...], dict[int, Link]] = defaultdict(dict)
         for place, update in updates.items():
             new = tuple(sorted(update.new, key=lambda at: not packed.specs[at].on_host))  # no GPU waits for the link
             workers[place].link.send(("hold", key, packed, update.numbers, new, update.dropped, set_up, placed))
-            for descriptor in () if host is None else host.descriptors:
-                workers[place].link.send_descriptor(descriptor)
             alike[tuple(at for at in new if at not in offsets)][place + 1] = workers[place].link
         for place in updates:
             self._reply(workers[place])  # it has the memory for it

@@ -72,6 +72,7 @@ class _Server:
         self._tensors: dict[int, torch.Tensor] = {}  # by number
         self._hosts: WeakValueDictionary[int, HostCopy] = WeakValueDictionary()  # by number in the other process
         self._streams: dict[int, tuple[HostCopy, Undo]] = {}  # by module, whose blocks wait in host memory
+        self._comes: HostCopy | None = None  # no module of which is held yet
 
     def run(self) -> None:
         while True:
@@ -123,6 +124,21 @@ class _Server:
         self._mover = Mover.over_nccl(self._device, file, rank, size, patience)
         return ("ready",), []
 
+    def share(self, number: int, bounds: tuple[tuple[int, int], ...]) -> Any:
+        """Map the host memory whose descriptors come next, once, and lock its pages while weights come into it."""
+        from wanshim.core.streaming import HostCopy
+        from wanshim.core.streaming.host_copy import num_files
+
+        descriptors = [self._link.receive_descriptor() for _ in range(num_files(bounds))]
+        self._comes = self._hosts.get(number)
+        if self._comes is None:
+            self._comes = self._hosts[number] = HostCopy.in_files(descriptors, bounds)
+            self._comes.lock(self._device)
+        else:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        return None, []
+
     def hold(
         self,
         key: int,
@@ -134,7 +150,7 @@ class _Server:
         host: Placed | None,
     ) -> Any:
         """Hold a module: its tensors by number, of which the `new` places are received, or lie in the host's memory."""
-        copy = None if host is None else self._mapped(host)  # it outlives the stream that ends here
+        copy = None if host is None else self._hosts[host.number]  # it outlives the stream that ends here
         self._drop((key,), dropped)
         offsets = {} if host is None else host.offsets
         self._tensors |= {numbers[at]: packed.specs[at].empty(self._device) for at in new if at not in offsets}
@@ -155,6 +171,7 @@ class _Server:
 
     def _make(self, key: int, copy: HostCopy | None, set_up: Any) -> None:
         """Make a module of its tensors, which are here."""
+        self._comes = None
         module = self._modules[key] = self._unpacked(*self._packed[key])
         if copy is not None:
             from wanshim.core.streaming import compute_from
@@ -162,20 +179,6 @@ class _Server:
             self._streams[key] = copy, compute_from(copy, module, self._device)
         if set_up is not None:
             set_up(module)
-
-    def _mapped(self, host: Placed) -> HostCopy:
-        """The memory whose descriptors come next, mapped, and its pages locked, once."""
-        from wanshim.core.streaming import HostCopy
-        from wanshim.core.streaming.host_copy import num_files
-
-        descriptors = [self._link.receive_descriptor() for _ in range(num_files(host.bounds))]
-        copy = self._hosts.get(host.number)
-        if copy is None:
-            copy = self._hosts[host.number] = HostCopy.in_files(descriptors, host.bounds)
-        else:
-            for descriptor in descriptors:
-                os.close(descriptor)
-        return copy
 
     def _end_stream(self, key: int) -> HostCopy | None:
         copy, attached = self._streams.pop(key, (None, None))
@@ -185,6 +188,7 @@ class _Server:
 
     def drop(self, keys: Sequence[int], dropped: Sequence[int]) -> Any:
         """Free modules that the other process holds no more, and the memory of their tensors."""
+        self._comes = None
         self._drop(keys, dropped)
         gc.collect()
         if self._device.type == "cuda":
