@@ -24,6 +24,10 @@ class Event:
     def record(self, stream: Stream) -> None:
         self.behind = frozenset(stream.behind)
 
+    def query(self) -> bool:
+        """Whether the work before it has ended: nobody knows when."""
+        return False
+
 
 @dataclass(eq=False)
 class Stream:
