@@ -117,6 +117,7 @@ class ProcessReport:
                 self._print_rows(None)
 
     def _end_by(self, number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # a group's end comes to each process, and from the launcher once more
         with suppress(Exception):
             if self._can_look():
                 self.end()

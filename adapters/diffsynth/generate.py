@@ -44,7 +44,7 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
         NotShared: it must run on one GPU.
     """
     from wanshim.adapters.diffsynth import vram
-    from wanshim.core.generation import Forward, NotShared, PipelineBinding
+    from wanshim.core.generation import Forward, NotShared, PipelineBinding, own_methods, why_other_function
     from wanshim.core.shared.plain import is_compiled
 
     family, denoising = _served(pipe)
@@ -56,6 +56,9 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
     given.apply_defaults()
     parts = _parts(pipe)
     _check(pipe, parts)
+    # a generator, whose lines run between steps, and in no method
+    has_own_bar = bool(why_other_function(given.arguments[PROGRESS], "diffsynth"))
+    own_steps = own_methods(pipe.scheduler)
     offload, device = vram.replaceable(pipe, parts), vram.computing_device(pipe, parts)
     with contextlib.ExitStack() as plain:
         for part in parts.values():
@@ -70,8 +73,7 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
         no_sequence = no_sequence or "its DiT is under VRAM management that keeps it on the GPU"
     merged = given.arguments.get("cfg_merge", False)
     cached = given.arguments.get("tea_cache_l1_thresh") is not None
-    # a generator, whose lines run between steps
-    may_change = given.arguments[PROGRESS] is not signature.parameters[PROGRESS].default
+    may_change = has_own_bar or bool(own_steps)
     if cached and may_change:
         raise NotShared("code between steps may change what TeaCache has kept")
     guided = given.arguments["cfg_scale"] != 1.0 and not merged
@@ -100,6 +102,8 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
         no_sequence="TeaCache skips forwards by what it has of all tokens" if cached else no_sequence,
         heads=heads,
         may_change=may_change,
+        own=tuple((pipe.scheduler, name) for name in own_steps),
+        has_own_bar=has_own_bar,
         check=partial(_check, pipe, parts),
         vae=None if vram.is_managed(vae) else vae,
         device=device,

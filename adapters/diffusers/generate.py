@@ -128,7 +128,7 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
         models,
         is_guided=lambda: not no_pair if by_arguments else bool(pipe.do_classifier_free_guidance),
         no_pair=no_pair,
-        may_change=given.arguments.get("callback_on_step_end") is not None,
+        has_callback=given.arguments.get("callback_on_step_end") is not None,
         output=given.arguments.get("output_type"),
     )
 
@@ -151,7 +151,7 @@ def _bind_modular(pipe: Any, models: dict[str, Any], given: dict[str, Any]) -> P
         models,
         is_guided=lambda: not no_pair and counts == {2},
         no_pair=no_pair,
-        may_change=False,
+        has_callback=False,
         output=given.get("output_type"),
     )
 
@@ -197,16 +197,19 @@ def _binding(
     *,
     is_guided: Callable[[], bool],
     no_pair: str,
-    may_change: bool,
+    has_callback: bool,
     output: str | None,
 ) -> PipelineBinding:
     from wanshim.adapters.diffusers import offload, step_cache
-    from wanshim.core.generation import Forward, NotShared, PipelineBinding
+    from wanshim.core.generation import Forward, NotShared, PipelineBinding, own_methods
     from wanshim.core.shared.plain import is_compiled
 
+    own = own_methods(pipe.scheduler)
+    has_own_bar = "progress_bar" in own_methods(pipe)  # whose code runs between steps, and in no method
+    may_change = has_callback or bool(own) or has_own_bar
     cached = [model for model in models.values() if step_cache.is_cached(model)]
     if cached and may_change:
-        raise NotShared("a callback between steps may change what a step cache has kept")
+        raise NotShared("code of the program's own between steps may change what a step cache has kept")
     vae = getattr(pipe, "vae", None)
     return PipelineBinding(
         name=type(pipe).__name__,
@@ -233,6 +236,8 @@ def _binding(
         is_guided=is_guided,
         no_pair=no_pair,
         may_change=may_change,
+        own=tuple((pipe.scheduler, name) for name in own),
+        has_own_bar=has_own_bar,
         check=partial(_check, pipe, models),
         set_up=set_up_copy,
         vae=vae if vae is not None and not offload.is_offloaded(vae) else None,
@@ -442,14 +447,20 @@ def _say_by_blocks(original: Callable[..., Any], seam: SeamState) -> Callable[..
 
 def _why_other_attention(model: Any) -> str:
     """That the program has set the attention of diffusers, which a worker would not know; empty if it has not."""
+    from wanshim.core.generation import why_other_function
+
     try:
         from diffusers.models.attention_dispatch import _AttentionBackendRegistry
         from diffusers.utils.constants import DIFFUSERS_ATTN_BACKEND
     except ImportError:  # earlier releases
         return ""
     active = _AttentionBackendRegistry._active_backend
-    active = getattr(active, "value", active)
     processors = [module.processor for module in model.modules() if hasattr(module, "processor")]
+    for name in {active, *(getattr(each, "_attention_backend", None) for each in processors)} - {None}:
+        function = _AttentionBackendRegistry._backends.get(name)
+        if function is not None and (reason := why_other_function(function, "diffusers")):
+            return f"computes attention by {getattr(name, 'value', name)}, which {reason}"
+    active = getattr(active, "value", active)
     if active == DIFFUSERS_ATTN_BACKEND or all(getattr(each, "_attention_backend", None) for each in processors):
         return ""  # those of the processors are copied
     return (

@@ -63,6 +63,7 @@ def _share(original: Callable[..., Any], seam: SeamState, bind: Bind, pipe: Any,
     from wanshim.core.generation import NotShared, SharedPipeline
     from wanshim.core.workers import AHEAD
 
+    bind = _readable(bind)
     read, name = seam.settings, type(pipe).__name__
     asks_for_one = request_of(read).asks_for_one
     if asks_for_one and not _replaces_offload(bind, pipe, *args, **kwargs):  # no block is streamed
@@ -73,6 +74,8 @@ def _share(original: Callable[..., Any], seam: SeamState, bind: Bind, pipe: Any,
     try:
         if vae_method.is_a_rank():
             raise NotShared("several processes run this program; start it once")
+        if pipe in SHARED and not SHARED[pipe].is_of_this_process:
+            raise NotShared("it was called in the process from which this one was forked, whose workers it has")
         if pipe not in SHARED:
             on_plan = functools.partial(_note, seam)
             SHARED[pipe] = SharedPipeline(request_of(read), prepare=PREPARE, on_plan=on_plan)
@@ -104,6 +107,22 @@ def _share(original: Callable[..., Any], seam: SeamState, bind: Bind, pipe: Any,
         # it ran none of its models, or was called by another pipeline's call; a plan is an earlier call's
         seam.fall_back(f"{name}: the call shared nothing of what it ran")
     return result
+
+
+def _readable(bind: Bind) -> Bind:
+    """`bind`, for which a pipeline that it cannot read, as with an engine in place of a model, is one not shared."""
+    from wanshim.core.generation import NotShared
+    from wanshim.core.shared.fallback import cause_of
+
+    def read(*args: Any, **kwargs: Any) -> PipelineBinding:
+        try:
+            return bind(*args, **kwargs)
+        except (NotShared, WanshimError):
+            raise
+        except Exception as error:
+            raise NotShared(f"it cannot be read: {cause_of(error)}") from error
+
+    return read
 
 
 def _replaces_offload(bind: Bind, pipe: Any, /, *args: Any, **kwargs: Any) -> bool:

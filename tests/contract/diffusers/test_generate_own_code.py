@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
+import pickle
 import re
 import sys
 import threading
@@ -17,6 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import wrapt
+from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.utils import is_torch_available as of_a_package
 from torch import fx, nn
 from torch.nn.modules.module import register_module_forward_hook
@@ -27,8 +30,9 @@ from tests.contract.diffusers import wan_pipelines
 from tests.contract.diffusers.wan_pipelines import generate
 from wanshim.adapters.diffusers.generate import bind
 from wanshim.core.generation import NotShared, Request, SharedPipeline, own_code
-from wanshim.core.workers import numerics
+from wanshim.core.workers import Workers, numerics
 from wanshim.errors import ModelInvalid
+from wanshim.patching.pipeline_call import SHARED
 
 pytestmark = pytest.mark.timeout(600)  # a worker imports torch and diffusers
 Patch = pytest.MonkeyPatch
@@ -622,3 +626,197 @@ def test_switches_of_torch_reach_a_worker() -> None:
     finally:
         numerics.apply(before).close()  # type: ignore[attr-defined]
     assert numerics.read(cpu) == before
+
+
+class Boosting(FlowMatchEulerDiscreteScheduler):
+    """A scheduler of the program's own, which changes the model behind each step."""
+
+    model: ClassVar[Any] = None
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().step(*args, **kwargs)
+        boost(self.model)
+        return result
+
+
+def boost(model: Any) -> None:
+    weight = model.proj_out.weight
+    weight.data = weight.data * 1.5
+
+
+def own_scheduler(pipe: Any) -> None:
+    pipe.scheduler = Boosting.from_config(pipe.scheduler.config)
+    Boosting.model = pipe.transformer
+
+
+def wrapped_step(pipe: Any) -> None:
+    own = pipe.scheduler.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        result = own(*args, **kwargs)
+        boost(pipe.transformer)
+        return result
+
+    pipe.scheduler.step = step
+
+
+class Wrapper:
+    """An object in place of a method."""
+
+    def __init__(self, pipe: Any) -> None:
+        self.pipe, self.own = pipe, pipe.scheduler.step
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        boost(self.pipe.transformer)
+        return self.own(*args, **kwargs)
+
+
+def object_in_place(pipe: Any) -> None:
+    pipe.scheduler.step = Wrapper(pipe)
+
+
+def own_bar(pipe: Any) -> None:
+    class Bar:
+        def __init__(self, **_: Any) -> None: ...
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: Any) -> None: ...
+
+        def update(self) -> None:
+            boost(pipe.transformer)
+
+    pipe.progress_bar = Bar
+
+
+BETWEEN = {each.__name__: each for each in (own_scheduler, wrapped_step, object_in_place, own_bar)}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_code_of_the_program_between_steps_changes_models_for_all_processes(name: str, shared: SharedPipeline) -> None:
+    """Nobody can list all that runs there: what is no installed package's counts as what may change models."""
+
+    def call(over: Callable[..., torch.Tensor]) -> torch.Tensor:
+        pipe = wan_pipelines.wan()
+        BETWEEN[name](pipe)
+        return over(pipe)
+
+    expected, before = call(lambda pipe: generate(pipe, "wan")), shared.shared_forwards
+    assert not torch.equal(expected, generate(wan_pipelines.wan(), "wan"))
+    assert torch.equal(expected, call(partial(over_two, shared)))
+    assert shared.shared_forwards - before == 3
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_code_of_the_program_between_steps_finds_its_offload_on_one_gpu(name: str) -> None:
+    """What it sets is in the model that the next step streams."""
+
+    def call(over: Callable[..., torch.Tensor]) -> torch.Tensor:
+        pipe, cpu = wan_pipelines.wan(), torch.device("cpu")
+        offloaded = {"onload_device": cpu, "offload_device": cpu, "offload_type": "block_level"}
+        pipe.transformer.enable_group_offload(**offloaded, num_blocks_per_group=1)
+        BETWEEN[name](pipe)
+        return over(pipe)
+
+    alone = SharedPipeline(Request(gpus=1))
+    expected = call(lambda pipe: generate(pipe, "wan"))
+    assert torch.equal(expected, call(partial(over_two, alone)))
+    assert alone.has_streamed
+    alone.close()
+
+
+def test_solver_that_calls_the_model_within_a_step_has_the_same_frames(shared: SharedPipeline) -> None:
+    """As a solver of two orders does, in a method of the scheduler."""
+
+    def call(over: Callable[..., torch.Tensor]) -> torch.Tensor:
+        pipe = wan_pipelines.wan()
+        own, prompt = pipe.scheduler.step, torch.ones(1, 4, pipe.transformer.config.text_dim)
+
+        def step(noise: torch.Tensor, time: torch.Tensor, latents: torch.Tensor, **kwargs: Any) -> Any:
+            again = pipe.transformer(latents, timestep=time.expand(1), encoder_hidden_states=prompt)[0]
+            return own((noise + again) / 2, time, latents, **kwargs)
+
+        pipe.scheduler.step = step
+        return over(pipe)
+
+    expected = call(lambda pipe: generate(pipe, "wan"))
+    assert torch.equal(expected, call(partial(over_two, shared)))
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, copy.copy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copy_of_a_model_that_is_made_within_a_call_is_a_model_of_its_own(
+    way: Callable[[Any], Any], shared: SharedPipeline
+) -> None:
+    pipe, kept = wan_pipelines.wan(), []
+
+    def callback(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
+        kept.extend([way(pipe.transformer)] if step == 0 else ())
+        return {}
+
+    expected = generate(pipe, "wan")
+    assert torch.equal(expected, over_two(shared, pipe, callback_on_step_end=callback))
+    (made,) = kept
+    assert vars(made).keys() == vars(pipe.transformer).keys()
+    made._parameters, made._modules = copy.deepcopy((made._parameters, made._modules))
+    boost(made)
+    pipe.transformer = made
+    changed = generate(pipe, "wan")
+    assert not torch.equal(changed, expected)
+    assert torch.equal(changed, over_two(shared, pipe))
+
+
+def test_attention_that_the_program_registers_runs_on_one_gpu(shared: SharedPipeline, monkeypatch: Patch) -> None:
+    """For long sequences alone, perhaps, which the comparison of new copies has not."""
+    dispatch = attention_dispatch()
+    backends, name = dispatch._AttentionBackendRegistry._backends, dispatch.AttentionBackendName.NATIVE
+    monkeypatch.setitem(backends, name, doubled(backends[name]))
+    with pytest.raises(NotShared, match=r"transformer computes attention by native, which is .* here"):
+        over_two(shared, wan_pipelines.wan())
+
+
+class Engine:
+    """A VAE that is no module, as of TensorRT."""
+
+    def __init__(self, vae: Any) -> None:
+        self.config, self.dtype, self.use_tiling = vae.config, vae.dtype, False
+
+
+def test_pipeline_that_cannot_be_read_runs_as_without_wanshim(monkeypatch: Patch) -> None:
+    pipe, given = wan_pipelines.wan(), {"output_type": "latent"}
+    pipe.register_modules(vae=Engine(pipe.vae))
+    expected = generate(pipe, "wan", **given)
+    monkeypatch.setenv("WANSHIM_GENERATE", "2")
+    wanshim.activate()
+    assert torch.equal(expected, generate(pipe, "wan", **given))
+    (row,) = [row for row in wanshim.report().rows if row.feature == "diffusers.generate"]
+    assert any("it cannot be read: AttributeError: 'Engine'" in note for note in row.notes), row.notes
+
+
+def test_call_in_a_fork_of_the_process_that_shares_the_pipeline_runs_there(monkeypatch: Patch) -> None:
+    pipe = wan_pipelines.wan()
+    expected = generate(pipe, "wan", num_inference_steps=1)
+    monkeypatch.setenv("WANSHIM_GENERATE", "2")
+    wanshim.activate()
+    generate(pipe, "wan", num_inference_steps=1)
+    monkeypatch.setattr(SHARED[pipe], "_process", -1)  # as one sees it that was forked
+    assert torch.equal(expected, generate(pipe, "wan", num_inference_steps=1))
+    (row,) = [row for row in wanshim.report().rows if row.feature == "diffusers.generate"]
+    assert any("from which this one was forked" in note for note in row.notes), row.notes
+    SHARED[pipe].close()
+
+
+def test_workers_import_no_module_of_the_program(monkeypatch: Patch) -> None:
+    """It may load models, or bind a port. A VAE of its own class is not sent."""
+    found: list[list[str]] = []
+
+    class Own(type(wan_pipelines.wan().vae)):  # type: ignore[misc]
+        pass
+
+    pipe = wan_pipelines.wan()
+    pipe.vae.__class__ = Own
+    monkeypatch.setattr(Workers, "begin", lambda self, imports=(): found.append(list(imports)))
+    monkeypatch.setattr(SharedPipeline, "pids", ())  # of other pipelines
+    made = SharedPipeline(Request(gpus=2))
+    made.begin(bind(pipe))
+    assert found == [["diffusers.models.transformers.transformer_wan"]]

@@ -91,6 +91,9 @@ class PipelineBinding:
         no_sequence: why the tokens of a forward cannot go over processes, or empty: then each forward has `blocks`.
         heads: of self-attention, the fewest of all forwards.
         may_change: the user's own code runs between steps, and may change models.
+        own: objects and the names of their methods by which it does, beside a callback that is an argument. No forward
+            within them is one of the loop's.
+        has_own_bar: it may run in the bar that shows the steps, too, between any two forwards.
         check: raises NotShared if the framework is set to compute what a worker would not, as that code may have it.
         set_up: a function of a module file that a worker calls with its copy of a forward's module, for what the
             framework keeps in the process and not in the module.
@@ -109,6 +112,8 @@ class PipelineBinding:
     no_sequence: str = ""
     heads: int = 0
     may_change: bool = False
+    own: tuple[tuple[object, str], ...] = ()
+    has_own_bar: bool = False
     check: Callable[[], None] = lambda: None
     set_up: Callable[[nn.Module], None] | None = None
     vae: nn.Module | None = None

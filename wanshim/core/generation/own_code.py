@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -56,6 +57,44 @@ def why_other_code(model: nn.Module, methods: Iterable[str] = ()) -> str:
                 if not (_is_installed(_home(function), package) or _imports(place, name, _home(function))):
                     return f"{'.'.join(filter(None, (place, name)))} is {_name(function)} here"
     return _why_other_torch()
+
+
+def own_methods(thing: object) -> list[str]:
+    """Names of an object's methods whose code is no installed package's: of a class of the program's own, or put in
+    place of a method."""
+    package = _package(_framework_of(type(thing)))
+    names = dict.fromkeys(name for cls in type(thing).__mro__ for name, value in vars(cls).items() if callable(value))
+    found = []
+    for name in (each for each in names if not each.startswith("__")):
+        value = inspect.getattr_static(thing, name)
+        functions = list(_chain(value)) if _wraps(value) else []
+        is_object = name in getattr(thing, "__dict__", {}) and not functions
+        homes = [_home_of(value)] if is_object else map(_home, functions)
+        if not all(_is_installed(home, package) for home in homes):
+            found.append(name)
+    return found
+
+
+def _home_of(value: Any) -> str:
+    """The module of a class, or of the class of an object."""
+    return str((value if isinstance(value, type) else type(value)).__module__)
+
+
+def _framework_of(cls: type) -> str:
+    """The module of its last base but Python's own, which lies in a checkout, perhaps, and not among packages."""
+    bases = [each for each in cls.__mro__ if _package(each.__module__) not in sys.stdlib_module_names]
+    return bases[-1].__module__ if len(bases) > 1 else ""
+
+
+def why_other_function(function: Any, package: str) -> str:
+    """That a function which a package keeps in a table has code of no installed package; empty if not."""
+    homes = list(map(_home, _chain(function))) if _wraps(function) else [_home_of(function)]
+    return "" if all(_is_installed(home, package) for home in homes) else f"is {_name(function)} here"
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module is one of an installed package, which a worker can import without running the program's code."""
+    return _is_installed(module, "")
 
 
 def _why_other_torch() -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -42,6 +43,7 @@ from .devices import check_around, check_copied, check_plain, choose_devices, de
 from .first_forward import compare
 from .host_streams import OwnStreams, host_copy, wait_for
 from .job import GenerationJob, Limits, Request
+from .own_code import is_installed
 from .plan import GenerationPlan, describe
 from .shared_workers import SharedWorkers
 
@@ -51,6 +53,7 @@ DEADLINE_SECONDS = 300.0
 CONTEXT_BYTES = 2**30  # of CUDA and NCCL, in a process that has not begun
 NO_GUIDANCE = "the guidance scale switches guidance off: a step has one forward"
 # Bytes that a forward needs beside its models, by its first model and the sizes of its arguments.
+_STATE = "__getstate__"
 _WORKING: WeakKeyDictionary[nn.Module, Recent[tuple[Any, ...], int | None]] = WeakKeyDictionary()
 
 
@@ -80,8 +83,14 @@ class SharedPipeline:
         self._on_plan = on_plan
         self._all = SharedWorkers.find(request.gpus, request.devices, checked_seconds(deadline, "deadline"), prepare)
         self._own: torch.device | None = None
+        self._process = os.getpid()
         self._streams: OwnStreams | None = None  # of the call now
         self._asides = 0  # how often the user's own code runs within the call now
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether it was made here, and not in the process from which this one was forked."""
+        return self._process == os.getpid()
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -174,7 +183,8 @@ class SharedPipeline:
             return devices
         used = devices if self.plan is None else tuple(map(torch.device, self.plan.devices))
         if len(used) > 1 and used[0] == devices[0] and set(used) <= set(devices):
-            self._workers_on(used).begin(sorted({type(model).__module__ for model in binding.copied}))
+            modules = {type(model).__module__ for model in binding.copied}
+            self._workers_on(used).begin(sorted(filter(is_installed, modules)))  # others would run the program
         return devices
 
     def close(self) -> None:
@@ -253,6 +263,8 @@ class _Call:
                 self._share_vae(self._binding.vae, verb, undo)
             for owner, name in () if self._binding.offload is None else self._binding.offload.ends:
                 self._place(owner, name, self._behind_streams, undo)
+            for owner, name in self._binding.own:
+                self._place(owner, name, self._aside, undo)
             try:
                 yield
             finally:
@@ -262,7 +274,7 @@ class _Call:
     def _place(self, owner: Any, name: str, make: Callable[[Any], Callable[..., Any]], undo: Undo) -> None:
         """Have `make(the original)` called in its place, in this call and its thread: workers are for nobody else, as a
         thread that decodes meanwhile, or one who has kept the replacement behind the call."""
-        method, own = _original(owner, name), {name: vars(owner)[name]} if name in vars(owner) else {}
+        method = _original(owner, name)
         made = make(method)
 
         def replacement(*args: Any, **kwargs: Any) -> Any:
@@ -270,8 +282,34 @@ class _Call:
             return (made if is_own else method)(*args, **kwargs)
 
         replacement.__wrapped__ = getattr(owner, name)  # type: ignore[attr-defined] # whoever reads its signature
-        undo.set(owner, {name: replacement}, keep_foreign=True)  # what a callback sets stays there
-        self._placed.append((owner, name, replacement, own))
+        if all(owner is not each for each, *_ in self._placed):
+            self._set(owner, _STATE, partial(self._state, owner), undo)
+        self._set(owner, name, replacement, undo)
+
+    def _set(self, owner: Any, name: str, value: Any, undo: Undo) -> None:
+        own = {name: vars(owner)[name]} if name in vars(owner) else {}
+        undo.set(owner, {name: value}, keep_foreign=True)  # what a callback sets stays there
+        self._placed.append((owner, name, value, own))
+
+    def _state(self, owner: Any) -> Any:
+        """What `copy`, `copy.deepcopy` and `pickle` take of an object during a call, in whatever thread: it as the
+        script has it. A replacement in a copy would compute with the original."""
+        of_class = getattr(type(owner), _STATE, None)  # of every class since Python 3.11
+        state = vars(owner) if of_class is None else of_class(owner)
+        if isinstance(state, dict):
+            state = dict(state)
+            for each, name, value, own in reversed(self._placed):
+                if each is owner and state.get(name) is value:
+                    del state[name]
+                    state.update(own)
+        return state
+
+    def _aside(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._shared.aside():
+                return method(*args, **kwargs)
+
+        return call
 
     def _behind_streams(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -319,7 +357,11 @@ class _Call:
                     plan, guidance=1, sequence=1, devices=plan.devices[:1], streamed=False, peaks={}, rejected=rejected
                 )
                 self._shared.planned(self._plan)
-            return self._here(forward, own, args, kwargs)(*args, **kwargs)
+            try:
+                return self._here(forward, own, args, kwargs)(*args, **kwargs)
+            finally:
+                if self._binding.has_own_bar:  # which may change models, and sees them as the offload has them
+                    self._streams.end()
 
         return call
 
@@ -439,7 +481,8 @@ class _Call:
             raise WanshimError(
                 f"{self._binding.name} called a model with other inputs between the two forwards of a step",
                 expected=f"the same model and the same {forward.same} without the prompt as with it",
-                hint="Report this release of the framework, or generate on one GPU",
+                hint="Code of the program that calls the model within a step, as a solver of two orders does, "
+                "belongs into a method of the scheduler or a callback; or generate on one GPU",
             )
         mine, theirs = self._together(forward, own, args, kwargs, others)
         for place, tensor in zip(tree_leaves(result), tree_leaves(theirs), strict=True):

@@ -385,7 +385,9 @@ class Workers:
 
     def _cause(self, lost: LinkLost) -> WorkersFailed:
         """Why a link failed: an error that the worker reported before, or how it ended, or that it is silent."""
-        worker = next(worker for worker in self._running.workers if worker.link is lost.link)
+        worker = next((worker for worker in self._running.workers if worker.link is lost.link), None)
+        if worker is None:
+            return WorkersFailed("the workers were ended within a call", hint="The next call starts new workers")
         with contextlib.suppress(LinkLost):
             reply = worker.link.receive(0.0)
             if reply[0] == "failed":
