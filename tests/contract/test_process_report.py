@@ -90,6 +90,18 @@ def test_sigterm_that_nobody_handles_ends_the_process_by_it_after_a_report() -> 
     assert REPORT in lines[-1]
 
 
+def test_sigterm_that_comes_again_meanwhile_leaves_the_report_whole() -> None:
+    """As a group of processes is ended: each gets it, and the launcher passes it on."""
+    process = start(ACTIVATE, MEET, "meet(); wait()")
+    signalled(process, signal.SIGTERM)
+    for _ in range(50):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.001)
+    status, lines = finish(process)
+    assert status == -signal.SIGTERM
+    assert REPORT in lines[-1]
+
+
 def test_sigterm_that_the_program_handles_is_its_own() -> None:
     process = start(ACTIVATE, MEET, "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); meet(); wait()")
     signalled(process, signal.SIGTERM)

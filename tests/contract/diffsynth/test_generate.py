@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from tqdm import tqdm
 
 import wanshim
 from tests.contract.diffsynth import variants, wan_pipelines
@@ -380,3 +381,22 @@ def test_a_loop_of_the_program_s_own_is_named(monkeypatch: pytest.MonkeyPatch) -
         wan_video.model_fn_wan_video(pipe.dit, context=torch.randn(1, 8, width), **given)
     (reason,) = wanshim.report().row("diffsynth.generate").fallbacks
     assert re.search(r"WanModel on one GPU: test_generate\.py:\d+ calls it, which wanshim does not share", reason)
+
+
+def test_what_a_scheduler_of_a_program_changes_between_steps_is_computed(shared: SharedPipeline) -> None:
+    def call(over: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        pipe = wan_pipelines.MADE["t2v"]()
+        own = pipe.scheduler.step
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            pipe.dit.blocks[0].ffn[0].weight.mul_(1.5)
+            return own(*args, **kwargs)
+
+        pipe.scheduler.step = step
+        return over(pipe)
+
+    bar = {"progress_bar_cmd": tqdm}  # of an installed package: it changes nothing
+    expected, before = call(lambda pipe: generate(pipe, "t2v", **bar)), shared.shared_forwards
+    assert not torch.equal(expected, generate(wan_pipelines.MADE["t2v"](), "t2v"))
+    assert torch.equal(expected, call(lambda pipe: run(shared, pipe, "t2v", (2, 1), **bar)))
+    assert shared.shared_forwards - before == 3

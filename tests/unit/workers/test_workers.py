@@ -487,3 +487,11 @@ def alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def test_link_of_workers_that_another_thread_has_ended_is_said():
+    class Lost:
+        link = object()
+
+    error = Workers(CPU, [CPU])._cause(Lost())
+    assert str(error).startswith("the workers were ended within a call")
