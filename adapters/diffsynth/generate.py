@@ -58,7 +58,7 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
     _check(pipe, parts)
     # a generator, whose lines run between steps, and in no method
     has_own_bar = bool(why_other_function(given.arguments[PROGRESS], "diffsynth"))
-    own_steps = own_methods(pipe.scheduler)
+    own_steps = own_methods(pipe.scheduler, "diffsynth")
     offload, device = vram.replaceable(pipe, parts), vram.computing_device(pipe, parts)
     with contextlib.ExitStack() as plain:
         for part in parts.values():

@@ -204,8 +204,9 @@ def _binding(
     from wanshim.core.generation import Forward, NotShared, PipelineBinding, own_methods
     from wanshim.core.shared.plain import is_compiled
 
-    own = own_methods(pipe.scheduler)
-    has_own_bar = "progress_bar" in own_methods(pipe)  # whose code runs between steps, and in no method
+    scheduler = getattr(pipe, "scheduler", None)
+    own = own_methods(scheduler, "diffusers")
+    has_own_bar = "progress_bar" in own_methods(pipe, "diffusers")  # whose code runs between steps, and in no method
     may_change = has_callback or bool(own) or has_own_bar
     cached = [model for model in models.values() if step_cache.is_cached(model)]
     if cached and may_change:
@@ -236,7 +237,7 @@ def _binding(
         is_guided=is_guided,
         no_pair=no_pair,
         may_change=may_change,
-        own=tuple((pipe.scheduler, name) for name in own),
+        own=tuple((scheduler, name) for name in own),
         has_own_bar=has_own_bar,
         check=partial(_check, pipe, models),
         set_up=set_up_copy,

@@ -59,10 +59,9 @@ def why_other_code(model: nn.Module, methods: Iterable[str] = ()) -> str:
     return _why_other_torch()
 
 
-def own_methods(thing: object) -> list[str]:
-    """Names of an object's methods whose code is no installed package's: of a class of the program's own, or put in
-    place of a method."""
-    package = _package(_framework_of(type(thing)))
+def own_methods(thing: object, package: str) -> list[str]:
+    """Names of an object's methods whose code is neither that package's, wherever it lies, nor any installed one's: of
+    a class of the program's own, or put in place of a method."""
     names = dict.fromkeys(name for cls in type(thing).__mro__ for name, value in vars(cls).items() if callable(value))
     found = []
     for name in (each for each in names if not each.startswith("__")):
@@ -78,12 +77,6 @@ def own_methods(thing: object) -> list[str]:
 def _home_of(value: Any) -> str:
     """The module of a class, or of the class of an object."""
     return str((value if isinstance(value, type) else type(value)).__module__)
-
-
-def _framework_of(cls: type) -> str:
-    """The module of its last base but Python's own, which lies in a checkout, perhaps, and not among packages."""
-    bases = [each for each in cls.__mro__ if _package(each.__module__) not in sys.stdlib_module_names]
-    return bases[-1].__module__ if len(bases) > 1 else ""
 
 
 def why_other_function(function: Any, package: str) -> str:
