@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
@@ -33,6 +34,7 @@ SILENT = (State.REGISTERED.value, State.ABSENT.value, State.OFF.value)
 DONE = (State.EXERCISED.value, State.UNNEEDED.value)
 ON_REQUEST = signal.SIGUSR2
 LOCK_WAIT_S = 2.0
+AGAIN_S = 5.0  # in which a signal to end that comes again is the same one
 
 
 class Process(Protocol):
@@ -64,6 +66,7 @@ class ProcessReport:
     def __init__(self, process: Process) -> None:
         self.process = process
         self._is_program = hand_over.is_program()
+        self._ending: float | None = None  # since when, by a signal
         self._ended_in = 0  # the process that has printed its end: a forked child has one of its own
         self._started_in = os.getpid()
         self._is_child = any("multiprocessing." in argument for argument in sys.orig_argv)
@@ -117,9 +120,13 @@ class ProcessReport:
                 self._print_rows(None)
 
     def _end_by(self, number: int, frame: object) -> None:
-        signal.signal(number, signal.SIG_IGN)  # a group's end comes to each process, and from the launcher once more
+        again = self._ending is not None
+        if self._ending is None:
+            self._ending = time.monotonic()
+        if again and time.monotonic() - self._ending < AGAIN_S:  # a group's end, which the launcher passes on besides
+            return
         with suppress(Exception):
-            if self._can_look():
+            if not again and self._can_look():
                 self.end()
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)

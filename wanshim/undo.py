@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -38,11 +38,11 @@ class Undo:
         """Set `owner.name` to `make(the original)`."""
         self.set(owner, {name: make(getattr(owner, name))})
 
-    def set_variable(self, name: str, value: str, *, if_unset: bool = False) -> None:
-        """Set an environment variable, or only one that is not set."""
+    def set_variable(self, name: str, value: str, *, unless: Iterable[str] = ()) -> None:
+        """Set an environment variable, unless one of these is set."""
         variables = os.environ  # noqa: TID251 - set for a library that knows no other way; not read
         before = variables.get(name)
-        if if_unset and before is not None:
+        if any(each in variables for each in unless):
             return
         variables[name] = value
         self._steps.append(lambda: variables.pop(name, None) if before is None else variables.update({name: before}))

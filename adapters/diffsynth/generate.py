@@ -44,7 +44,7 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
         NotShared: it must run on one GPU.
     """
     from wanshim.adapters.diffsynth import vram
-    from wanshim.core.generation import Forward, NotShared, PipelineBinding, own_methods, why_other_function
+    from wanshim.core.generation import Forward, NotShared, PipelineBinding, is_own, own_methods, why_other_function
     from wanshim.core.shared.plain import is_compiled
 
     family, denoising = _served(pipe)
@@ -56,9 +56,10 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
     given.apply_defaults()
     parts = _parts(pipe)
     _check(pipe, parts)
-    # a generator, whose lines run between steps, and in no method
-    has_own_bar = bool(why_other_function(given.arguments[PROGRESS], "diffsynth"))
     own_steps = own_methods(pipe.scheduler, "diffsynth")
+    runs_unseen = not own_steps and is_own(pipe.scheduler, "diffsynth")
+    # a generator, whose lines run between steps
+    runs_unseen = runs_unseen or bool(why_other_function(given.arguments[PROGRESS], "diffsynth"))
     offload, device = vram.replaceable(pipe, parts), vram.computing_device(pipe, parts)
     with contextlib.ExitStack() as plain:
         for part in parts.values():
@@ -73,7 +74,7 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
         no_sequence = no_sequence or "its DiT is under VRAM management that keeps it on the GPU"
     merged = given.arguments.get("cfg_merge", False)
     cached = given.arguments.get("tea_cache_l1_thresh") is not None
-    may_change = has_own_bar or bool(own_steps)
+    may_change = runs_unseen or bool(own_steps)
     if cached and may_change:
         raise NotShared("code between steps may change what TeaCache has kept")
     guided = given.arguments["cfg_scale"] != 1.0 and not merged
@@ -103,7 +104,7 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
         heads=heads,
         may_change=may_change,
         own=tuple((pipe.scheduler, name) for name in own_steps),
-        has_own_bar=has_own_bar,
+        runs_unseen=runs_unseen,
         check=partial(_check, pipe, parts),
         vae=None if vram.is_managed(vae) else vae,
         device=device,

@@ -201,13 +201,15 @@ def _binding(
     output: str | None,
 ) -> PipelineBinding:
     from wanshim.adapters.diffusers import offload, step_cache
-    from wanshim.core.generation import Forward, NotShared, PipelineBinding, own_methods
+    from wanshim.core.generation import Forward, NotShared, PipelineBinding, is_own, own_methods
     from wanshim.core.shared.plain import is_compiled
 
     scheduler = getattr(pipe, "scheduler", None)
     own = own_methods(scheduler, "diffusers")
-    has_own_bar = "progress_bar" in own_methods(pipe, "diffusers")  # whose code runs between steps, and in no method
-    may_change = has_callback or bool(own) or has_own_bar
+    bars = [pipe, *(_loops(pipe._blocks) if _is_modular(type(pipe)) else ())]
+    runs_unseen = any("progress_bar" in own_methods(each, "diffusers") for each in bars)
+    runs_unseen = runs_unseen or (not own and is_own(scheduler, "diffusers"))
+    may_change = has_callback or bool(own) or runs_unseen
     cached = [model for model in models.values() if step_cache.is_cached(model)]
     if cached and may_change:
         raise NotShared("code of the program's own between steps may change what a step cache has kept")
@@ -238,7 +240,7 @@ def _binding(
         no_pair=no_pair,
         may_change=may_change,
         own=tuple((scheduler, name) for name in own),
-        has_own_bar=has_own_bar,
+        runs_unseen=runs_unseen,
         check=partial(_check, pipe, models),
         set_up=set_up_copy,
         vae=vae if vae is not None and not offload.is_offloaded(vae) else None,

@@ -68,6 +68,17 @@ def test_file_that_cannot_be_made_is_one_line_and_no_traceback(command: Command,
     assert (status, err) == (2, f"wanshim: [Errno 17] File exists: '{file}'\n")
 
 
+def test_ctrl_c_ends_a_command_by_the_status_of_the_signal_and_says_nothing(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(diagnosis, "examine", interrupted)
+    status, out, err = command("doctor")
+    assert (status, out, err.strip()) == (130, "", "")
+
+
 # -- doctor --------------------------------------------------------------------------------------------
 
 

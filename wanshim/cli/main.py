@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Iterable, Mapping
 from importlib import import_module
@@ -45,10 +46,16 @@ def entry(commands: click.Command | None = None) -> None:
         if isinstance(stream, TextIOWrapper):  # a name that the locale cannot write, such as an umlaut under LC_ALL=C
             stream.reconfigure(errors="backslashreplace")
     try:
-        (commands or app)()
+        status = (commands or app).main(standalone_mode=False)
+    except click.Abort:  # ctrl-C, by which a monitor ends
+        raise SystemExit(128 + signal.SIGINT) from None
+    except click.ClickException as error:
+        error.show()
+        raise SystemExit(error.exit_code) from None
     except (WanshimError, OSError) as error:
         click.secho(f"wanshim: {error}", fg="red", err=True)
         raise SystemExit(2) from None
+    raise SystemExit(status)
 
 
 def count(text: str) -> int:

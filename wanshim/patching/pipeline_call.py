@@ -75,7 +75,7 @@ def _share(original: Callable[..., Any], seam: SeamState, bind: Bind, pipe: Any,
         if vae_method.is_a_rank():
             raise NotShared("several processes run this program; start it once")
         if pipe in SHARED and not SHARED[pipe].is_of_this_process:
-            raise NotShared("it was called in the process from which this one was forked, whose workers it has")
+            raise NotShared("a forked process cannot use what its parent has for the pipeline")
         if pipe not in SHARED:
             on_plan = functools.partial(_note, seam)
             SHARED[pipe] = SharedPipeline(request_of(read), prepare=PREPARE, on_plan=on_plan)

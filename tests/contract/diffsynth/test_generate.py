@@ -96,7 +96,7 @@ def test_what_the_progress_bar_of_a_program_changes_between_steps_is_computed(
     plain, expected = generate(pipe, "t2v"), generate(pipe, "t2v", progress_bar_cmd=louder)
     weight.copy_(own)
     before = shared.shared_forwards
-    found = run(shared, pipe, "t2v", way, progress_bar_cmd=louder)
+    found = run(shared, pipe, "t2v", way, progress_bar_cmd=partial(louder))
     assert shared.shared_forwards - before == (3 if way == (2, 1) else 6)
     assert not torch.equal(plain, expected)
     assert torch.equal(expected, found) if way == (2, 1) else (found - expected).abs().max() <= 1e-5

@@ -68,7 +68,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
         recv = _start_coalescing = lambda self, *_: None
         _end_coalescing = wait = lambda self: self
 
-    for name in (nccl._ERROR_HANDLING, INTERFACE):
+    for name in (nccl._ERROR_HANDLING, INTERFACE, "NCCL_SOCKET_FAMILY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Group)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
@@ -184,9 +184,6 @@ def test_exit_waits_for_an_abort_but_not_for_ever(ends: bool, monkeypatch: pytes
 AT_EXIT = """
 import atexit
 from wanshim.core.ranks import nccl
-from wanshim.core.ranks.group import Group, LocalStore
-
-INTERFACE = "NCCL_SOCKET_IFNAME"
 
 class Group:
     def __init__(self, name):
@@ -217,9 +214,6 @@ def test_groups_are_aborted_while_the_interpreter_ends() -> None:
 SLOW = """
 import time
 from wanshim.core.ranks import nccl
-from wanshim.core.ranks.group import Group, LocalStore
-
-INTERFACE = "NCCL_SOCKET_IFNAME"
 
 class Group:
     def abort(self):

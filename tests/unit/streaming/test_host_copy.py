@@ -303,6 +303,16 @@ def test_copy_in_place_of_one_that_failed_has_all_weights(shared: bool, monkeypa
     assert all(map(torch.equal, outputs(model), expected))
 
 
+def test_copy_that_processes_share_is_made_in_inference_mode() -> None:
+    """As a user has it around a call."""
+    with torch.inference_mode():
+        model = made()
+        copy = HostCopy.of(model, shared=True)
+    copy.wait()
+    assert copy.settle()
+    assert all(copy.offset(weight) is not None for weight in model.blocks.parameters())
+
+
 @pytest.mark.parametrize("blocks", [2, 16, 17, 40])
 def test_memory_of_several_files_is_one(blocks: int) -> None:
     bounds = bounds_of(range(5000, 5000 + blocks))

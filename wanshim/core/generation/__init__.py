@@ -4,7 +4,7 @@ from .binding import Forward, NotShared, Offload, PipelineBinding
 from .decide import decide
 from .first_forward import count_tokens, few_tokens
 from .job import GenerationJob, Limits, Request
-from .own_code import own_methods, why_other_function
+from .own_code import is_own, own_methods, why_other_function
 from .plan import GenerationPlan
 from .shared_pipeline import SharedPipeline
 
@@ -21,6 +21,7 @@ __all__ = [
     "count_tokens",
     "decide",
     "few_tokens",
+    "is_own",
     "own_methods",
     "why_other_function",
 ]

@@ -93,7 +93,7 @@ class PipelineBinding:
         may_change: the user's own code runs between steps, and may change models.
         own: objects and the names of their methods by which it does, beside a callback that is an argument. No forward
             within them is one of the loop's.
-        has_own_bar: it may run in the bar that shows the steps, too, between any two forwards.
+        runs_unseen: it may run in no such method, too, between any two forwards: in the bar that shows the steps.
         check: raises NotShared if the framework is set to compute what a worker would not, as that code may have it.
         set_up: a function of a module file that a worker calls with its copy of a forward's module, for what the
             framework keeps in the process and not in the module.
@@ -113,7 +113,7 @@ class PipelineBinding:
     heads: int = 0
     may_change: bool = False
     own: tuple[tuple[object, str], ...] = ()
-    has_own_bar: bool = False
+    runs_unseen: bool = False
     check: Callable[[], None] = lambda: None
     set_up: Callable[[nn.Module], None] | None = None
     vae: nn.Module | None = None

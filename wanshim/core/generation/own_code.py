@@ -63,26 +63,25 @@ def own_methods(thing: object, package: str) -> list[str]:
     """Names of an object's methods whose code is neither that package's, wherever it lies, nor any installed one's: of
     a class of the program's own, or put in place of a method."""
     names = dict.fromkeys(name for cls in type(thing).__mro__ for name, value in vars(cls).items() if callable(value))
-    found = []
-    for name in (each for each in names if not each.startswith("__")):
-        value = inspect.getattr_static(thing, name)
-        functions = list(_chain(value)) if _wraps(value) else []
-        is_object = name in getattr(thing, "__dict__", {}) and not functions
-        homes = [_home_of(value)] if is_object else map(_home, functions)
-        if not all(_is_installed(home, package) for home in homes):
-            found.append(name)
-    return found
+    places = ((name, inspect.getattr_static(thing, name)) for name in names if not name.startswith("__"))
+    return [name for name, value in places if hasattr(thing, "__dict__") and why_other_function(value, package)]
 
 
-def _home_of(value: Any) -> str:
-    """The module of a class, or of the class of an object."""
-    return str((value if isinstance(value, type) else type(value)).__module__)
+def is_own(thing: object, package: str) -> bool:
+    """Whether an object's class, or a base of it, is the program's own: it may run code in no method that is known."""
+    return not all(_is_installed(cls.__module__, package) for cls in type(thing).__mro__)
 
 
 def why_other_function(function: Any, package: str) -> str:
-    """That a function which a package keeps in a table has code of no installed package; empty if not."""
-    homes = list(map(_home, _chain(function))) if _wraps(function) else [_home_of(function)]
-    return "" if all(_is_installed(home, package) for home in homes) else f"is {_name(function)} here"
+    """That what is called as a function has code neither of that package nor of any installed one; empty if not."""
+    found = function
+    while isinstance(found, (functools.partial, MethodType, staticmethod, classmethod)):
+        found = found.func if isinstance(found, functools.partial) else found.__func__
+    if not _wraps(found) and not isinstance(found, type):
+        found = getattr(found, "__wrapped__", found)  # as of `functools.lru_cache`
+    homes = [_home(each) for each in _chain(found)] if _wraps(found) else []
+    homes = homes or [str((found if isinstance(found, type) else type(found)).__module__)]
+    return "" if all(_is_installed(home, package) for home in homes) else f"is {_name(found)} here"
 
 
 def is_installed(module: str) -> bool:

@@ -52,8 +52,8 @@ T = TypeVar("T")
 DEADLINE_SECONDS = 300.0
 CONTEXT_BYTES = 2**30  # of CUDA and NCCL, in a process that has not begun
 NO_GUIDANCE = "the guidance scale switches guidance off: a step has one forward"
-# Bytes that a forward needs beside its models, by its first model and the sizes of its arguments.
 _STATE = "__getstate__"
+# Bytes that a forward needs beside its models, by its first model and the sizes of its arguments.
 _WORKING: WeakKeyDictionary[nn.Module, Recent[tuple[Any, ...], int | None]] = WeakKeyDictionary()
 
 
@@ -283,7 +283,7 @@ class _Call:
 
         replacement.__wrapped__ = getattr(owner, name)  # type: ignore[attr-defined] # whoever reads its signature
         if all(owner is not each for each, *_ in self._placed):
-            self._set(owner, _STATE, partial(self._state, owner), undo)
+            self._set(owner, _STATE, lambda: self._state(owner), undo)  # a function: who copies the rest shares it
         self._set(owner, name, replacement, undo)
 
     def _set(self, owner: Any, name: str, value: Any, undo: Undo) -> None:
@@ -292,17 +292,20 @@ class _Call:
         self._placed.append((owner, name, value, own))
 
     def _state(self, owner: Any) -> Any:
-        """What `copy`, `copy.deepcopy` and `pickle` take of an object during a call, in whatever thread: it as the
+        """The state of an object for `copy`, `copy.deepcopy` and `pickle` during a call, in whatever thread: as the
         script has it. A replacement in a copy would compute with the original."""
         of_class = getattr(type(owner), _STATE, None)  # of every class since Python 3.11
         state = vars(owner) if of_class is None else of_class(owner)
+        of_slots: list[Any] = []
+        if isinstance(state, tuple):
+            state, *of_slots = state
         if isinstance(state, dict):
             state = dict(state)
             for each, name, value, own in reversed(self._placed):
                 if each is owner and state.get(name) is value:
                     del state[name]
                     state.update(own)
-        return state
+        return (state, *of_slots) if of_slots else state
 
     def _aside(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -357,13 +360,15 @@ class _Call:
                     plan, guidance=1, sequence=1, devices=plan.devices[:1], streamed=False, peaks={}, rejected=rejected
                 )
                 self._shared.planned(self._plan)
-            try:
-                return self._here(forward, own, args, kwargs)(*args, **kwargs)
-            finally:
-                if self._binding.has_own_bar:  # which may change models, and sees them as the offload has them
-                    self._streams.end()
+            return self._here(forward, own, args, kwargs)(*args, **kwargs)
 
-        return call
+        def call_alone(*args: Any, **kwargs: Any) -> Any:
+            result = call(*args, **kwargs)
+            if self._waiting is None and not self._shared._asides:
+                self._streams.end()  # the program's own code comes next, and sees models as its offload has them
+            return result
+
+        return call_alone if self._binding.runs_unseen else call
 
     def _here(self, forward: Forward, own: Callable[..., Any], args: Any, kwargs: Any) -> Callable[..., Any]:
         """The function that computes a forward in this process: with its models' blocks streamed, or as the script has
@@ -482,7 +487,7 @@ class _Call:
                 f"{self._binding.name} called a model with other inputs between the two forwards of a step",
                 expected=f"the same model and the same {forward.same} without the prompt as with it",
                 hint="Code of the program that calls the model within a step, as a solver of two orders does, "
-                "belongs into a method of the scheduler or a callback; or generate on one GPU",
+                "belongs in a method of the scheduler or a callback; or generate on one GPU",
             )
         mine, theirs = self._together(forward, own, args, kwargs, others)
         for place, tensor in zip(tree_leaves(result), tree_leaves(theirs), strict=True):
@@ -593,14 +598,14 @@ class _Call:
                 with self._bare():
                     self._check_again(name, module)
                     host = host_copy(module, shared=True) if self._plan.streamed else None
-                    if host is not None:
-                        workers.share(host, count)
                     try:
+                        if host is not None:
+                            workers.share(host, count)
                         for copy in brought if host is None else [host]:
                             wait_for(module, copy)
                     except BaseException:
                         self._streams.end()  # this process takes a copy of its own, if it still computes
-                        workers.close()  # which let go of this one
+                        workers.close()  # they have mapped the copy that failed
                         raise
                     workers.hold(
                         module,

@@ -26,6 +26,7 @@ _one_at_a_time = threading.Lock()
 # By the id of a group, which its thread keeps alive.
 _aborting: WeakValueDictionary[int, threading.Thread] = WeakValueDictionary()
 _starting = threading.RLock()  # a finalizer aborts another group wherever the interpreter collects what is unused
+_INTERFACE = "NCCL_SOCKET_IFNAME"
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
@@ -134,10 +135,10 @@ def _started(thread: threading.Thread) -> bool:
 def _loopback(local: bool) -> Iterator[None]:
     """NCCL listens on the interface that a variable of the process names when it first connects, and keeps it: torch
     has no option for it. A process that is in a job of torch.distributed keeps the interface of that, which may lead to
-    other machines, and a user's own choice stays."""
+    other machines, and what the user has chosen by a variable stays."""
     with Undo() as undo:
-        if local and not dist.is_initialized():
-            undo.set_variable("NCCL_SOCKET_IFNAME", "=lo", if_unset=True)  # without "=" it is the beginning of a name
+        if local and not dist.is_initialized():  # without "=" the name would be the beginning of one
+            undo.set_variable(_INTERFACE, "=lo", unless=(_INTERFACE, "NCCL_SOCKET_FAMILY"))
         yield
 
 

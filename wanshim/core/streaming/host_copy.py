@@ -124,17 +124,17 @@ class HostCopy:
 
         def move(at: int, block: Sequence[torch.Tensor], begin: int, end: int) -> None:
             state = _FAILED
-            try:
-                if self.descriptors:  # to write to pages that there are not would end the process
-                    with room_for(self.memory.numel(), purpose, added=0):
-                        populate(self.memory[begin:end])
-                with torch.inference_mode(inference):
+            with torch.inference_mode(inference):
+                try:
+                    if self.descriptors:  # to write to pages that there are not would end the process
+                        with room_for(self.memory.numel(), purpose, added=0):
+                            populate(self.memory[begin:end])
                     self._put(block)
                     moved(block)
-                state = _IS_THERE
-            finally:
-                if self._states is not None:
-                    self._states[at] = state
+                    state = _IS_THERE
+                finally:
+                    if self._states is not None:
+                        self._states[at] = state
 
         for block, (offset, _) in zip(found, self.bounds, strict=True):
             for tensor in block:

@@ -207,7 +207,12 @@ class Workers:
             WanshimError: the workers are those of the process from which this one was forked.
         """
         self._owner.check()
-        packed, tensors = pack(module, self.device, moved=moved)
+        try:
+            packed, tensors = pack(module, self.device, moved=moved)
+        except WorkersInvalid:
+            if host is not None:
+                self.close()  # they may have mapped it, of which nothing will be held
+            raise
         digest = digest_weights if moved else digests
         found = digest([elements(t) for t in tensors])
         offsets: dict[int, int] = {}
