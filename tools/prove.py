@@ -39,7 +39,7 @@ class ProofFailed(WanshimError, RuntimeError):
 @command_line
 @features
 @gpus
-def main(command: tuple[str, ...], features: str | None, gpus: int | None) -> None:
+def main(command: list[str], features: str | None, gpus: int | None) -> None:
     """Run one step of the command with and without what is kept, and compare. Exit status 1 if the bits differ."""
     if not prove(command, features, gpus, os.environ.get(KEEP_VARIABLE, ""), click.echo):
         raise SystemExit(1)

@@ -67,7 +67,11 @@ def count(text: str) -> int:
     )
 
 
-command_line = click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def _listed(_: object, __: object, given: tuple[str, ...]) -> list[str]:
+    return list(given)
+
+
+command_line = click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, callback=_listed)
 as_json = click.option("--json", "as_json", is_flag=True, help="The same as JSON.")
 features = click.option("--features", "-f", metavar="NAMES", help="In place of WANSHIM_FEATURES.")
 gpus = click.option(
@@ -98,14 +102,14 @@ def app() -> None:
 
 
 @app.command(context_settings=FOREIGN_OPTIONS)
-@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, callback=_listed)
 @features
 @click.option(
     "--all", "everything", is_flag=True, help="Frameworks that are not installed too, and how each verdict was tested."
 )
 @gpus
 @as_json
-def doctor(command: tuple[str, ...], features: str | None, everything: bool, gpus: int | None, as_json: bool) -> None:
+def doctor(command: list[str], features: str | None, everything: bool, gpus: int | None, as_json: bool) -> None:
     """Report what each installed framework can get here and what to type for it; with a command, as for
     `wanshim run`, whether that would start. Imports neither a framework nor torch. Exit status 1 if something requested
     is unavailable."""
@@ -143,7 +147,7 @@ def list_features(as_json: bool) -> None:
 @report
 @gpus
 @fast
-def run(command: tuple[str, ...], features: str | None, report: bool, gpus: int | None, fast: bool) -> None:
+def run(command: list[str], features: str | None, report: bool, gpus: int | None, fast: bool) -> None:
     """Run a program, and every Python process it starts, with wanshim active. The command is `-- prog args`."""
     from wanshim.doctor import diagnosis
     from wanshim.launch import start
@@ -154,7 +158,7 @@ def run(command: tuple[str, ...], features: str | None, report: bool, gpus: int 
     gpus = None if read.disable else gpus
     variables = start.environment(features, report=report, gpus=gpus, fast=fast)
     watched = report and not read.disable and (features or read.features) != "none"
-    raise SystemExit(start.run(list(command), variables, processes=gpus or 1, watched=watched))
+    raise SystemExit(start.run(command, variables, processes=gpus or 1, watched=watched))
 
 
 @app.command(context_settings=FOREIGN_OPTIONS)
@@ -163,7 +167,7 @@ def run(command: tuple[str, ...], features: str | None, report: bool, gpus: int 
 @features
 @report
 @fast
-def generate(command: tuple[str, ...], gpus: int, features: str | None, report: bool, fast: bool) -> None:
+def generate(command: list[str], gpus: int, features: str | None, report: bool, fast: bool) -> None:
     """Run a program that generates on one GPU: faster there, or once, with its pipeline over several GPUs. The command
     is `-- prog args`."""
     from wanshim.doctor import diagnosis
@@ -173,7 +177,7 @@ def generate(command: tuple[str, ...], gpus: int, features: str | None, report: 
     read = settings_of_generation(command, gpus, features, fast=fast)
     _print(diagnosis.prepare(features, read, f"--gpus {gpus}"))
     variables = start.environment(features, report=report, generate=None if read.disable else gpus, fast=fast)
-    raise SystemExit(start.run(list(command), variables, watched=report and not read.disable))
+    raise SystemExit(start.run(command, variables, watched=report and not read.disable))
 
 
 @app.command()

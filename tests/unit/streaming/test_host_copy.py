@@ -92,6 +92,7 @@ def test_weights_that_have_gone_leave_the_others(shared: bool) -> None:
     model = made()
     model.blocks[0].register_parameter("adapter", nn.Parameter(torch.ones(2)))
     copy = HostCopy.of(model, shared=shared)
+    copy.wait()
     del model.blocks[0].adapter
     expected = outputs(model)
     attached = compute_from(copy, model, CPU)
