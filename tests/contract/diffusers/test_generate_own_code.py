@@ -755,7 +755,7 @@ def test_code_of_the_program_between_steps_changes_models_for_all_processes(name
 @pytest.mark.parametrize("gpus", [1, 2])
 @pytest.mark.parametrize("name", BETWEEN)
 def test_code_of_the_program_between_steps_finds_its_offload(name: str, gpus: int, shared: SharedPipeline) -> None:
-    """What it sets is in the model that the next step streams."""
+    """Its changes are in the model that the next step streams."""
 
     def call(over: Callable[..., torch.Tensor]) -> torch.Tensor:
         pipe, cpu = wan_pipelines.wan(), torch.device("cpu")
