@@ -120,14 +120,13 @@ class ProcessReport:
                 self._print_rows(None)
 
     def _end_by(self, number: int, frame: object) -> None:
-        again = self._ending is not None
         if self._ending is None:
             self._ending = time.monotonic()
-        if again and time.monotonic() - self._ending < AGAIN_S:  # a group's end, which the launcher passes on besides
+            with suppress(Exception):
+                if self._can_look():
+                    self.end()
+        elif time.monotonic() - self._ending < AGAIN_S:  # a group's end, which the launcher passes on besides
             return
-        with suppress(Exception):
-            if not again and self._can_look():
-                self.end()
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from wanshim.cli.main import as_json
 from wanshim.errors import WanshimError
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("frameworks", nargs=-1)
-@click.option("--json", "as_json", is_flag=True, help="The same as JSON.")
+@as_json
 def matrix(frameworks: tuple[str, ...], as_json: bool) -> None:
     """List the releases of each feature by verdict: patched, native or refused. Frameworks: such as diffsynth;
     all of them by default."""
