@@ -10,7 +10,6 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import click
 from rich.console import Console
@@ -23,7 +22,7 @@ from tools.drift.compare import FeatureChange
 from tools.drift.download import versions
 from tools.drift.library import Library
 from tools.drift.release import framework_of
-from wanshim.cli.main import as_json, entry
+from wanshim.cli.main import PATH, as_json, entry
 from wanshim.errors import WanshimError
 from wanshim.select import catalog, matrix
 
@@ -32,7 +31,6 @@ UNREAD = 3  # exit status: what was read is as the table has it, but not all cou
 
 console = Console()
 
-PATH: Any = click.Path(path_type=Path)
 wheels = click.option("--wheel", type=PATH, multiple=True, help="A wheel, or a folder of wheels. Repeatable.")
 offline_option = click.option("--offline", is_flag=True, help="Download nothing.")
 table_option = click.option("--table", type=PATH, help="Another compat_matrix.yaml.")

@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-PATH: Any = click.Path(path_type=Path)
+from wanshim.cli.main import PATH
+
 OUTPUT = Path("demo-output")
 video = click.option("--video", type=PATH, help="An mp4 of your own.")
 

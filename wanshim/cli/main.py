@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from importlib import import_module
 from io import TextIOWrapper
+from pathlib import Path
 from typing import Any
 
 import click
@@ -71,6 +72,7 @@ def _listed(_: object, __: object, given: tuple[str, ...]) -> list[str]:
     return list(given)
 
 
+PATH: Any = click.Path(path_type=Path)
 command_line = click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, callback=_listed)
 as_json = click.option("--json", "as_json", is_flag=True, help="The same as JSON.")
 features = click.option("--features", "-f", metavar="NAMES", help="In place of WANSHIM_FEATURES.")

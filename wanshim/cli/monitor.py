@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from wanshim import settings
+from wanshim.cli.main import PATH
 from wanshim.errors import LogUnreadable, WanshimError
 from wanshim.values import checked_seconds
 
@@ -22,14 +23,14 @@ MOST_NAMES = 20  # in an error
 
 
 @click.command()
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("folder", metavar="DIR", type=PATH)
 @click.option("--serve", is_flag=True, help="A page instead of the terminal view.")
 @click.option("--host", default="127.0.0.1", help="Another address asks for a token: WANSHIM_MONITOR_TOKEN.")
 @click.option("--port", type=click.IntRange(0, 65535), default=7010, help="0: a free one.")
 @click.option("--check", is_flag=True, help="Exit status 1 unless all is well; for cron.")
 @click.option("--json", "as_json", is_flag=True, help="The status of every run, once, as JSON.")
 @click.option("--export", help="csv or tensorboard, into --output.")
-@click.option("--output", type=click.Path(path_type=Path), default=Path("exported"), help="For --export.")
+@click.option("--output", type=PATH, default=Path("exported"), help="For --export.")
 @click.option("--run", help="This run only, by its folder's name.")
 @click.option("--stall-medians", default=10.0, help="Silence that is a stall, in median steps.")
 @click.option("--stall-floor", default=60.0, help="... but never less than this many seconds.")
