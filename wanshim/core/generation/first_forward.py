@@ -8,6 +8,7 @@ exchanged within a block, whose code may read them in another order than the fra
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -61,7 +62,8 @@ def compare(
     whole: bool,
     together: Mapping[tuple[int, ...], Callable[[Any, Any, float], Any]],
 ) -> None:
-    """Have the first workers, which hold the forward's modules, compute it on a few tokens.
+    """Have the first workers, which hold the forward's modules, compute it on a few tokens, at the same time as this
+    process: weights may still be on their way to host memory, and kernels be compiled.
 
     Args:
         whole: on all tokens, of each size: it is compiled for sizes.
@@ -79,13 +81,15 @@ def compare(
     try:
         if not whole:
             args, kwargs = forward.few(args, kwargs)
-        mine = tree_leaves(forward.function(*args, **kwargs))
-    except Exception:  # no forward of so few tokens, or of this size
+    except Exception:  # no forward of so few tokens
         for each in proven:
             each.add(found)
         return
     calls = [workers.call(place, forward.function, *args, **kwargs) for place in range(count)]
+    mine: list[torch.Tensor] | None = None
     failed, differs = None, False
+    with contextlib.suppress(Exception):  # of so few tokens, or of this size
+        mine = tree_leaves(forward.function(*args, **kwargs))
     for call in calls:  # all replies are received, whatever one says
         try:
             theirs = tree_leaves(call.result(spare=True))
@@ -94,8 +98,12 @@ def compare(
                 raise
             failed = failed or error
             continue
-        equal = all(map(_equal, mine, theirs))
+        equal = mine is None or all(map(_equal, mine, theirs))
         differs |= not equal and all(map(torch.equal, mine, tree_leaves(forward.function(*args, **kwargs))))
+    if mine is None:
+        for each in proven:
+            each.add(found)
+        return
     if differs:
         raise NotShared("a worker computes other values with its copy of the model than this process")
     if failed is not None:

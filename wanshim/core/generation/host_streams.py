@@ -117,9 +117,6 @@ class OwnStreams:
         """
         brought = self.bring(models, shared=shared)
         if not self._are_streamed:
-            for module, copy in brought if shared else ():
-                if copy is not None:  # what fails must fail here: in a forward, workers compute at the same time
-                    wait_for(module, copy)
             self._are_streamed = True
             for module, copy in brought:
                 self._attach(module, copy)

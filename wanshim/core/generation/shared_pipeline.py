@@ -245,6 +245,7 @@ class _Call:
         self._thread = threading.get_ident()
         self._plan: GenerationPlan | None = None
         self._held: dict[int, int] = {}  # by ids of models, how many workers have copies that are up to date
+        self._coming: list[tuple[nn.Module, HostCopy]] = []  # weights of models, on their way to memory for workers too
         # What is replaced: its owner, its name, the replacement, and what the owner itself had, by that name.
         self._placed: list[tuple[Any, str, Any, dict[str, Any]]] = []
         self._shared_verbs: set[str] = set()  # of the VAE
@@ -565,6 +566,7 @@ class _Call:
             halves = map(self._half, range(self._plan.guidance) if self._plan.sequence > 1 else ())
             together = {each.ranks: partial(self._over_tokens, forward, each) for each in halves}
             compare(workers, self._plan.gpus - 1, forward, args, kwargs, whole=whole, together=together)
+        self._wait_for_weights(workers)
         return self._calls(forward, half, *forward.as_sent(args, kwargs))
 
     def _over_tokens(self, forward: Forward, half: tokens.Half, args: Any, kwargs: Any, late: float) -> Any:
@@ -598,15 +600,12 @@ class _Call:
                 with self._bare():
                     self._check_again(name, module)
                     host = host_copy(module, shared=True) if self._plan.streamed else None
-                    try:
-                        if host is not None:
-                            workers.share(host, count)
-                        for copy in brought if host is None else [host]:
+                    if host is None:
+                        for copy in brought:
                             wait_for(module, copy)
-                    except BaseException:
-                        self._streams.end()  # this process takes a copy of its own, if it still computes
-                        workers.close()  # they have mapped the copy that failed
-                        raise
+                    else:
+                        self._coming.append((module, host))
+                        workers.share(host, count)
                     workers.hold(
                         module,
                         count=count,
@@ -616,6 +615,16 @@ class _Call:
                         host=host,
                     )
                 self._held[id(module)] = count
+
+    def _wait_for_weights(self, workers: Workers) -> None:
+        """What fails must fail here: in the loop's forwards, workers compute at the same time."""
+        try:
+            while self._coming:
+                wait_for(*self._coming.pop())
+        except BaseException:
+            self._streams.end()  # this process takes a copy of its own, if it still computes
+            workers.close()  # they have mapped the copy that failed
+            raise
 
     def _bring(self, models: list[nn.Module], *, shared: bool) -> list[HostCopy]:
         """Have the weights of models that the script offloads on the way to pages that are locked: from these they are

@@ -7,6 +7,7 @@ import itertools
 import os
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
@@ -32,7 +33,7 @@ from wanshim.core.shared.weight_bytes import num_bytes, stored_bytes, tensors
 from wanshim.core.streaming.block_weights import BlockWeights, Weight, bounds_of, owners, room, strides, used_once
 from wanshim.core.streaming.plan import SLOTS
 from wanshim.core.streaming.ring import Ring
-from wanshim.errors import PlacementInvalid
+from wanshim.errors import HostMemoryInvalid, PlacementInvalid
 from wanshim.undo import Undo
 
 Moved = Callable[[Sequence[torch.Tensor]], None]
@@ -154,9 +155,18 @@ class HostCopy:
                 del self._elsewhere[tensor]
 
     def wait(self, at: int | None = None) -> None:
-        """Wait until the block of that index has come; None: all."""
+        """Wait until the block of that index has come; None: all.
+
+        Raises:
+            HostMemoryInvalid: it could not, for want of memory.
+        """
         for move in self._moves if at is None else self._moves[at : at + 1]:
             move.result()
+        if self._moves or self._states is None:
+            return
+        for each in range(len(self.bounds)) if at is None else (at,):  # they come in another process
+            if not self._settle_anywhere(each):
+                raise HostMemoryInvalid("weights did not come into memory that processes share")
 
     def settle(self, at: int | None = None) -> bool:
         """Wait until no weight of that block is on its way; whether all have come. Who needed one has said why not."""
@@ -166,7 +176,7 @@ class HostCopy:
 
     def _settle_anywhere(self, at: int) -> bool:
         """`settle`, in whatever process the weights come."""
-        if self._states is None:
+        if self._moves or self._states is None:
             return self.settle(at)
         while self._states[at] == _COMES:
             time.sleep(_POLL_SECONDS)
@@ -174,7 +184,9 @@ class HostCopy:
 
     def has(self, at: int) -> bool:
         """Whether the block of that index has come."""
-        return not self._moves or self._moves[at].done()
+        if self._moves or self._states is None:
+            return not self._moves or self._moves[at].done()
+        return bool(self._states[at] != _COMES)
 
     def view(self, like: torch.Tensor, offset: int) -> torch.Tensor:
         """A dense tensor of that size, with a storage of its own: of several in one storage, a file would have all."""
@@ -203,10 +215,14 @@ class HostCopy:
         return {at: offset for at, offset in found if offset is not None}
 
     def write(self, tensor: torch.Tensor) -> None:
-        """Bring a weight that lies on a device up to date."""
-        self.wait()
-        if tensor in self._elsewhere:
-            self.view(tensor, self._elsewhere[tensor]).copy_(tensor.detach())
+        """Bring a weight up to date that lies elsewhere, on a device, and is not on its way."""
+        offset = self._elsewhere.get(tensor)
+        if offset is None:
+            return
+        at = bisect_right(self.bounds, offset, key=lambda bound: bound[0]) - 1
+        if tensor.device.type != "cpu" or self.has(at):
+            self.wait(at)
+            self.view(tensor, offset).copy_(tensor.detach())
 
     def layouts(self, model: nn.Module) -> list[BlockWeights] | None:
         """Weights of each block that lie here, whatever module objects they are by now; None: too many lie elsewhere,
