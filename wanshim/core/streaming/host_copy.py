@@ -3,6 +3,7 @@ there without gradients."""
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import threading
@@ -21,6 +22,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from wanshim.core.model_split.split import find_blocks
 from wanshim.core.shared.host_memory import (
     PAGE,
+    THREADS,
+    available_bytes,
     is_dense,
     of_this_process,
     page_lock,
@@ -38,8 +41,9 @@ from wanshim.undo import Undo
 
 Moved = Callable[[Sequence[torch.Tensor]], None]
 _NUMBERS = itertools.count()
-MOVED_AT_ONCE = 2  # blocks: giving memory back takes as long as a copy
-_FILES = 16  # of memory that processes share, at most
+_AT_ONCE = 2  # blocks that are moved, at least: giving memory back takes as long as a copy
+_SPARE = 1 / 4  # of the host's free memory: no more lies in two places because more blocks are moved at once
+_FILES = 64  # of memory that processes share, at most: pages come to several at once
 _ELSEWHERE = 1 / 8  # of the copy's bytes: more than adapters of a high rank
 _COMES, _IS_THERE, _FAILED = range(3)  # a block, for the processes that share its copy
 _POLL_SECONDS = 0.005
@@ -93,7 +97,9 @@ class HostCopy:
             raise PlacementInvalid(f"{type(model).__name__} has weights that are not loaded")
         bounds = bounds_of(sum(map(room, block)) for block in found)
         size = bounds[-1][1]
-        twice = MOVED_AT_ONCE * max(end - begin for begin, end in bounds)
+        largest = max(end - begin for begin, end in bounds)
+        at_once = max(_AT_ONCE, min(THREADS, int(_SPARE * available_bytes() / largest)))
+        twice = at_once * largest
         added = size if any(t.device.type != "cpu" for block in found for t in block) else min(size, twice)
         purpose = f"the weights of {type(model).__name__}"
         with room_for(size, purpose, added=added):
@@ -101,7 +107,7 @@ class HostCopy:
             made = cls.in_files(files, bounds) if shared else cls(of_this_process(size), bounds)
             if made._states is not None:
                 populate(made._states)
-        made._move(found, purpose, moved)
+        made._move(found, purpose, moved, at_once)
         return made
 
     @classmethod
@@ -120,7 +126,7 @@ class HostCopy:
             until_mapped.pop_all()
         return cls(memory[: bounds[-1][1]], bounds, files, memory[-_state_bytes(bounds) :])
 
-    def _move(self, found: Sequence[Sequence[torch.Tensor]], purpose: str, moved: Moved) -> None:
+    def _move(self, found: Sequence[Sequence[torch.Tensor]], purpose: str, moved: Moved, at_once: int) -> None:
         inference = torch.is_inference_mode_enabled()  # of this thread
 
         def move(at: int, block: Sequence[torch.Tensor], begin: int, end: int) -> None:
@@ -141,7 +147,7 @@ class HostCopy:
             for tensor in block:
                 self._elsewhere[tensor] = offset
                 offset += room(tensor)
-        pool = ThreadPoolExecutor(MOVED_AT_ONCE, "wanshim-move")  # if one fails, the others stay as good
+        pool = ThreadPoolExecutor(at_once, "wanshim-move")  # if one fails, the others stay as good
         pieces = zip(found, self.bounds, strict=True)
         self._moves = [pool.submit(move, at, block, *bounds) for at, (block, bounds) in enumerate(pieces)]
         pool.shutdown(wait=False)
@@ -150,7 +156,9 @@ class HostCopy:
         for tensor in block:
             if tensor.device.type == "cpu":
                 place = self.view(tensor, self._elsewhere[tensor])
-                place.copy_(tensor.detach())
+                source = tensor.detach().resolve_conj().resolve_neg()
+                # Not by torch, which would take threads for each of those that move a block.
+                ctypes.memmove(place.data_ptr(), source.data_ptr(), source.nbytes)
                 tensor.data = place  # what it had is free now: few blocks lie here twice
                 del self._elsewhere[tensor]
 
