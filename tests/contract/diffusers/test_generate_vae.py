@@ -17,8 +17,8 @@ from tests.contract.diffusers.wan_pipelines import generate
 from wanshim.activation import Activation
 from wanshim.core.decoding import KernelsMissing, vae_cache
 from wanshim.core.decoding.call import NOT_COMPILED
-from wanshim.core.decoding.operators.kernel_compiler import COMPILER
 from wanshim.core.decoding.run import VaeOperators
+from wanshim.core.shared.kernel_compiler import COMPILER
 from wanshim.errors import FeatureUnavailable
 from wanshim.patching.verdict import Verdict
 from wanshim.reporting import ReportRow

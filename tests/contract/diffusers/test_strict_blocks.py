@@ -21,7 +21,7 @@ from wanshim.core.strict_blocks import kernels
 
 kernels.available = lambda x: x.dtype == torch.float16  # the interpreter computes on the CPU
 turned, rotated = [], kernels.rotated
-kernels.rotated = lambda *given: (turned.append(1), rotated(*given))[1]
+kernels.rotated = lambda *given, **named: (turned.append(1), rotated(*given, **named))[1]
 import diffusers
 
 CONFIG = {"num_attention_heads": 3, "attention_head_dim": 16, "num_layers": 3, "ffn_dim": 64, "text_dim": 32}

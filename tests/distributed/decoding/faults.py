@@ -14,10 +14,10 @@ import torch
 from wanshim.core.decoding import VaePlan, parallelize_decode, parallelize_encode
 from wanshim.core.decoding.modes import temporal
 from wanshim.core.decoding.operators.base import FastOperators, StrictOperators
-from wanshim.core.decoding.operators.kernel_compiler import Kernel
-from wanshim.core.decoding.operators.launch import Launch
 from wanshim.core.decoding.operators.strict_cuda import StrictCudaOperators
 from wanshim.core.decoding.run import CallRun
+from wanshim.core.shared.kernel_compiler import Kernel
+from wanshim.core.shared.kernel_launch import Launch
 
 from .tiny import encode, make_latent, make_vae, make_video
 

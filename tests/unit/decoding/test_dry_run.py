@@ -16,8 +16,8 @@ from wanshim.cli import warm
 from wanshim.core.decoding import find_binding, read_graph
 from wanshim.core.decoding.dry_run import dry_run, usual_shapes
 from wanshim.core.decoding.model.encoder_graph import Graph
-from wanshim.core.decoding.operators.launch import Launch
 from wanshim.core.decoding.operators.layout import used_strides
+from wanshim.core.shared.kernel_launch import Launch
 
 pytest.importorskip("triton", reason="this torch comes without Triton")
 BF16 = torch.bfloat16

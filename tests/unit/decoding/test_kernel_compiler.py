@@ -22,9 +22,9 @@ from tests.distributed.decoding.tiny import make_latent, make_vae
 from wanshim.cli import warm
 from wanshim.core.decoding import ParallelVae, VaeFallback, VaeOptions, call, parallelize_decode, read_graph, run
 from wanshim.core.decoding.dry_run import dry_run, usual_shapes
-from wanshim.core.decoding.operators import kernel_compiler
-from wanshim.core.decoding.operators.kernel_compiler import Kernel, KernelCompiler, missing
-from wanshim.core.decoding.operators.launch import Launch, launch, noted
+from wanshim.core.shared import kernel_compiler
+from wanshim.core.shared.kernel_compiler import Kernel, KernelCompiler, missing
+from wanshim.core.shared.kernel_launch import Launch, launch, noted
 
 triton = pytest.importorskip("triton", reason="this torch comes without Triton")
 CUDA = torch.device("cuda", 0)
@@ -360,7 +360,7 @@ ENDS = """
 import time, torch
 from contextlib import nullcontext
 from types import SimpleNamespace
-from wanshim.core.decoding.operators import kernel_compiler as k
+from wanshim.core.shared import kernel_compiler as k
 
 k.triton = SimpleNamespace()
 class Slow:

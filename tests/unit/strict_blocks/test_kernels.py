@@ -54,10 +54,10 @@ for batch, tokens, channels in ((1, 5, 72), (2, 3, 1200)):
     expected = torch.empty_like(heads)
     expected[..., 0::2] = even * cosine[..., 0::2] - odd * sine[..., 1::2]
     expected[..., 1::2] = even * sine[..., 1::2] + odd * cosine[..., 0::2]
-    note("rotation in fp32", kernels.rotated(x, (cosine, sine), 24), expected)
+    note("rotation in fp32", kernels.rotated(x, cosine, sine, head=24), expected)
     turns = torch.polar(torch.ones(tokens, 1, 12, dtype=torch.float64), torch.randn(tokens, 1, 12).double())
     expected = torch.view_as_real(torch.view_as_complex(heads.double().unflatten(-1, (-1, 2))) * turns).flatten(2)
-    note("rotation in complex128", kernels.rotated(x, turns, 24), expected.half())
+    note("rotation in complex128", kernels.rotated(x, turns, head=24), expected.half())
     # CUDA rounds one product of two, and the sum with the other: values that almost cancel show it in fp16.
     cosine, sine = torch.rand(2, tokens, 1, 12) + 0.5
     turns = torch.complex(cosine, sine)
@@ -65,7 +65,7 @@ for batch, tokens, channels in ((1, 5, 72), (2, 3, 1200)):
     heads[..., 2::4] = (heads[..., 3::4] * -(cosine / sine)[..., 1::2]).half()
     even, odd = heads.float().unflatten(-1, (-1, 2)).unbind(-1)
     parts = (even.double() * cosine - (odd * sine)).float(), (even.double() * sine + (odd * cosine)).float()
-    note("rotation in complex64", kernels.rotated(x, turns, 24), torch.stack(parts, -1).half())
+    note("rotation in complex64", kernels.rotated(x, turns, head=24), torch.stack(parts, -1).half())
 print(json.dumps(equal))
 """
 

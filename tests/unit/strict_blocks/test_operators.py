@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from wanshim.core.shared.kernel_compiler import Kernel
 from wanshim.core.strict_blocks import StrictOperators, kernels
 
 X = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
@@ -19,12 +20,12 @@ X = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
 class Count:
     """A function that counts its calls."""
 
-    def __init__(self, function: Callable[[], Any]) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self.calls = function, 0
 
-    def __call__(self) -> Any:
+    def __call__(self, *given: Any) -> Any:
         self.calls += 1
-        return self.function()
+        return self.function(*given)
 
 
 @pytest.fixture
@@ -40,9 +41,9 @@ def operators(rejections: list[str]) -> StrictOperators:
 def test_kernel_that_gives_the_same_bits_is_compared_at_calls_of_powers_of_two(
     operators: StrictOperators, rejections: list[str]
 ) -> None:
-    kernel, steps = Count(lambda: X * 2), Count(lambda: X + X)
+    kernel, steps = Count(lambda x: x * 2), Count(lambda: X + X)
     for number in range(1, 21):
-        assert torch.equal(operators._either("twice", kernel, steps, X), X * 2)
+        assert torch.equal(operators._either("twice", kernel, steps, (X,)), X * 2)
         assert (kernel.calls, steps.calls) == (number, number.bit_length())
     assert rejections == []
 
@@ -51,28 +52,28 @@ def test_each_size_dtype_and_layout_is_compared_by_itself(operators: StrictOpera
     for x in (X, X[:1], X.double(), X.transpose(0, 1)):
         steps = Count(lambda x=x: x + 1)
         for _ in range(3):
-            operators._either("more", lambda x=x: x + 1, steps, x)
+            operators._either("more", lambda x: x + 1, steps, (x,))
         assert steps.calls == 2
 
 
-def broken() -> torch.Tensor:
+def broken(x: torch.Tensor) -> torch.Tensor:
     raise RuntimeError("Failed to find C compiler.\nSet CC")
 
 
 @pytest.mark.parametrize(
     ("kernel", "reason"),
     [
-        (lambda: X.nextafter(X + 1), "its kernel gives other bits"),
-        (lambda: X.double(), "its kernel gives other bits"),
+        (lambda x: x.nextafter(x + 1), "its kernel gives other bits"),
+        (lambda x: x.double(), "its kernel gives other bits"),
         (broken, "RuntimeError: Failed to find C compiler."),
     ],
 )
 def test_kernel_that_differs_or_fails_is_not_used_again_for_that_size(
-    kernel: Callable[[], torch.Tensor], reason: str, operators: StrictOperators, rejections: list[str]
+    kernel: Callable[..., torch.Tensor], reason: str, operators: StrictOperators, rejections: list[str]
 ) -> None:
     counted, steps = Count(kernel), Count(lambda: X)
     for _ in range(9):
-        assert operators._either("step", counted, steps, X) is X
+        assert operators._either("step", counted, steps, (X,)) is X
     assert (counted.calls, steps.calls) == (1, 9)
     assert rejections == [f"step of 2 x 3 x 8 float32 by the framework's own steps: {reason}"]
 
@@ -81,7 +82,7 @@ def test_kernel_that_differs_later_is_found_and_its_result_is_not_used(
     operators: StrictOperators, rejections: list[str]
 ) -> None:
     apart = [0.0] * 3 + [1.0] * 9
-    made = [operators._either("step", lambda: X + apart.pop(0), lambda: X, X) for _ in range(6)]
+    made = [operators._either("step", lambda x: x + apart.pop(0), lambda: X, (X,)) for _ in range(6)]
     assert all(torch.equal(each, X) for each in made)
     assert len(rejections) == 1
 
@@ -92,12 +93,61 @@ def test_nothing_is_compared_while_a_graph_is_captured(
     class OnGpu(torch.Tensor):
         is_cuda = True
 
-    x, kernel = X.as_subclass(OnGpu), Count(lambda: X)
+    x, computed = X.as_subclass(OnGpu), []
+
+    def kernel(x: torch.Tensor) -> torch.Tensor:
+        computed.append(x.device.type)
+        return x
+
     monkeypatch.setattr("wanshim.core.strict_blocks.operators._on_device_of", lambda x: torch.no_grad())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     for _ in range(3):
-        assert operators._either("step", kernel, lambda: X, x) is X
-    assert kernel.calls == 0
+        assert operators._either("step", kernel, lambda: X, (x,)) is X
+    assert computed == ["meta"], "to see which kernels it launches"
+
+
+def test_steps_are_the_frameworks_until_their_kernels_are_compiled(
+    operators: StrictOperators, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = Kernel(None, X.device)  # type: ignore[arg-type]
+    monkeypatch.setattr(operators, "_not_compiled", lambda kernel, given: [launched])
+    kernel, steps = Count(lambda x: x + 1), Count(lambda: X + 1)
+    for _ in range(5):
+        assert torch.equal(operators._either("step", kernel, steps, (X,)), X + 1)
+    assert (kernel.calls, steps.calls) == (0, 5)
+    launched.done.set()
+    for _ in range(5):
+        assert torch.equal(operators._either("step", kernel, steps, (X,)), X + 1)
+    assert (kernel.calls, steps.calls) == (5, 8), "compared at calls 1, 2 and 4 of the kernel"
+
+
+def test_block_is_compared_again_until_all_its_kernels_were_in_it(operators: StrictOperators) -> None:
+    block = nn.Sequential(nn.Linear(8, 8))
+    launched = Kernel(None, X.device)  # type: ignore[arg-type]
+    ours, theirs = Count(lambda: X), Count(lambda: X)
+    operators._compiling.append(launched)
+    for _ in range(3):
+        operators.whole(block, ours, theirs, X)
+    launched.done.set()
+    for _ in range(3):
+        operators.whole(block, ours, theirs, X)
+    assert (ours.calls, theirs.calls) == (6, 4)
+
+
+def test_block_in_which_a_kernel_was_asked_for_is_compared_again(operators: StrictOperators) -> None:
+    block = nn.Sequential(nn.Linear(8, 8))
+    launched = [Kernel(None, X.device)]  # type: ignore[arg-type]
+
+    def ours() -> torch.Tensor:
+        operators._compiling += launched
+        return X
+
+    theirs = Count(lambda: X)
+    operators.whole(block, ours, theirs, X)
+    launched.pop().done.set()
+    for _ in range(3):
+        operators.whole(block, ours, theirs, X)
+    assert theirs.calls == 2
 
 
 def test_block_is_compared_once_a_size_and_one_with_hooks_not_at_all(operators: StrictOperators) -> None:
@@ -156,9 +206,9 @@ def test_call_during_the_first_comparison_does_not_use_the_kernel(
     def steps() -> torch.Tensor:
         if not inside:
             inside.append(X)
-            inside.extend(operators._either("step", lambda: X + 1, steps, X) for _ in range(3))
+            inside.extend(operators._either("step", lambda x: x + 1, steps, (X,)) for _ in range(3))
         return X
 
-    assert operators._either("step", lambda: X + 1, steps, X) is X
+    assert operators._either("step", lambda x: x + 1, steps, (X,)) is X
     assert all(each is X for each in inside)
     assert rejections

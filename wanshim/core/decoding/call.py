@@ -18,7 +18,6 @@ from wanshim.core.decoding.model.binding import Compute
 from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.model.framework import VaeFallback
 from wanshim.core.decoding.operators.base import conv_flags
-from wanshim.core.decoding.operators.kernel_compiler import COMPILER, Kernel
 from wanshim.core.decoding.operators.learning import SHARE
 from wanshim.core.decoding.operators.strict_checks import keep_dtype
 from wanshim.core.decoding.ranks.exchange import Comm, PeerLost, Verdict
@@ -26,6 +25,7 @@ from wanshim.core.decoding.ranks.output import OutputSpec, check_receivers
 from wanshim.core.shared.digest import digest, digest_weights
 from wanshim.core.shared.fallback import framework_computes, or_framework
 from wanshim.core.shared.gpu_memory import free_bytes
+from wanshim.core.shared.kernel_compiler import COMPILER, Kernel
 from wanshim.core.shared.recent import Recent
 from wanshim.errors import ModelInvalid, RankAbsent, RankDisagreement, RanksFailed
 from wanshim.values import checked_seconds

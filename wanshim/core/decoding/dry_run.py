@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from wanshim.core.shared.kernel_launch import Launch, noted
+
 from .model.encoder_graph import EncoderGraph, Graph
 from .model.graph import Conv
 from .modes.network import History, VaeRun, run_in_order
 from .operators import fused
 from .operators.base import FastOperators, Operators
 from .operators.convolution import Convolution
-from .operators.launch import Launch, noted
 from .operators.strict_checks import Checks
 from .operators.strict_convolutions import FRAMEWORK, Way, Ways
 from .operators.strict_cuda import StrictCudaOperators

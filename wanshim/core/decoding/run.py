@@ -23,7 +23,6 @@ from wanshim.core.decoding.modes import MODES, SINGLE
 from wanshim.core.decoding.modes.network import VaeRun, finisher
 from wanshim.core.decoding.operators.base import FastOperators, Operators, StrictOperators
 from wanshim.core.decoding.operators.engines import Engines, engines_on
-from wanshim.core.decoding.operators.kernel_compiler import COMPILER, Kernel, missing
 from wanshim.core.decoding.operators.strict_checks import Checks
 from wanshim.core.decoding.operators.strict_cuda import StrictCudaOperators
 from wanshim.core.decoding.operators.strict_kernels import available
@@ -32,6 +31,7 @@ from wanshim.core.decoding.ranks.exchange import Comm, PeerLost, Verdict
 from wanshim.core.decoding.ranks.output import OutputSpec, Sink
 from wanshim.core.shared.fallback import cause_of
 from wanshim.core.shared.gpu_memory import give_back, is_memory, release_cached
+from wanshim.core.shared.kernel_compiler import COMPILER, Kernel, missing
 from wanshim.core.shared.optional_triton import triton
 from wanshim.core.shared.recent import Recent
 from wanshim.errors import RanksFailed

@@ -20,11 +20,11 @@ import torch.distributed as dist
 
 from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.model.framework import VaeFallback
-from wanshim.core.decoding.operators.kernel_compiler import COMPILER
 from wanshim.core.decoding.plan import TileSettings
 from wanshim.core.ranks import agreement
 from wanshim.core.shared.digest import digest
 from wanshim.core.shared.forks import group_is_inherited
+from wanshim.core.shared.kernel_compiler import COMPILER
 from wanshim.errors import ModelInvalid, RankAbsent, RankDisagreement
 
 from .call import ParallelVae, VaeOptions

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from wanshim.core.shared.kernel_launch import launch
 from wanshim.core.shared.optional_triton import tl, triton
 
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -34,9 +35,9 @@ def normalized(x: torch.Tensor, eps: float, scale: torch.Tensor, shift: torch.Te
     channels = x.shape[-1]
     _, mean, rstd = torch.native_layer_norm(x, (channels,), None, None, eps)
     out = torch.empty_like(x)
-    _normalize[_grid(x)](
-        x, mean, rstd, scale, shift, out, x.shape[1], channels, *_strides(scale, x), *_strides(shift, x),
-        AFFINE=affine, **_EXACT,
+    launch(
+        _normalize, _grid(x), x, mean, rstd, scale, shift, out, x.shape[1], channels,
+        *_strides(scale, x), *_strides(shift, x), AFFINE=affine, **_EXACT,
     )  # fmt: skip
     return out
 
@@ -44,9 +45,10 @@ def normalized(x: torch.Tensor, eps: float, scale: torch.Tensor, shift: torch.Te
 def modulated(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
     """x * (1 + scale) + shift, each step rounded to the one dtype of all three. Sizes as of `normalized`."""
     out = torch.empty_like(x)
-    _modulate[_grid(x)](
-        x, scale, shift, out, x.shape[1], x.shape[2], *_strides(scale, x), *_strides(shift, x), **_EXACT
-    )
+    launch(
+        _modulate, _grid(x), x, scale, shift, out, x.shape[1], x.shape[2],
+        *_strides(scale, x), *_strides(shift, x), **_EXACT,
+    )  # fmt: skip
     return out
 
 
@@ -59,11 +61,13 @@ def gated(x: torch.Tensor, gate: torch.Tensor, update: torch.Tensor, *, wide: bo
         wide: the product is not rounded before the sum.
     """
     out = torch.empty_like(x)
-    _gate[_grid(x)](x, update, gate, out, x.shape[1], x.shape[2], *_strides(gate, x), WIDE=wide, **_EXACT)
+    launch(
+        _gate, _grid(x), x, update, gate, out, x.shape[1], x.shape[2], *_strides(gate, x), WIDE=wide, **_EXACT
+    )  # fmt: skip
     return out
 
 
-def rotated(x: torch.Tensor, angles: torch.Tensor | tuple[torch.Tensor, torch.Tensor], head: int) -> torch.Tensor:
+def rotated(x: torch.Tensor, *angles: torch.Tensor, head: int) -> torch.Tensor:
     """Neighbouring channels of a head turned as pairs, in the dtype of the angles, rounded to that of `x`.
 
     Method: RoFormer (Su et al. 2021, arXiv:2104.09864).
@@ -71,22 +75,22 @@ def rotated(x: torch.Tensor, angles: torch.Tensor | tuple[torch.Tensor, torch.Te
     Args:
         x: (batch, tokens, heads * head), contiguous.
         angles: cosine and sine, contiguous, each with `head` values for each token, of which those of even places are
-            read of the cosine, those of odd places of the sine; or a complex tensor, contiguous, with `head // 2`
+            read of the cosine, those of odd places of the sine; or one complex tensor, contiguous, with `head // 2`
             values for each token, by which the pairs are multiplied as torch multiplies complex numbers on CUDA.
         head: channels of a head.
     """
     out = torch.empty_like(x)
     tokens, channels = x.shape[1:]
-    is_complex = isinstance(angles, torch.Tensor)
-    cosine, sine = [torch.view_as_real(angles)] * 2 if is_complex else angles
-    _rotate[_grid(x)](x, cosine, sine, out, tokens, channels, FUSED=is_complex, HEAD=head, **_EXACT)
+    is_complex = len(angles) == 1
+    cosine, sine = [torch.view_as_real(angles[0])] * 2 if is_complex else angles
+    launch(_rotate, _grid(x), x, cosine, sine, out, tokens, channels, FUSED=is_complex, HEAD=head, **_EXACT)
     return out
 
 
 def squared(x: torch.Tensor) -> torch.Tensor:
     """x * x in fp32."""
     out = torch.empty_like(x, dtype=torch.float32)
-    _square[_grid(x)](x, out, x.shape[-1], **_EXACT)
+    launch(_square, _grid(x), x, out, x.shape[-1], **_EXACT)
     return out
 
 
@@ -99,7 +103,7 @@ def scaled(x: torch.Tensor, factor: torch.Tensor, weight: torch.Tensor) -> torch
         weight: (head,), of the dtype of `x`.
     """
     out = torch.empty_like(x)
-    _scale[_grid(x)](x, factor, weight, out, x.shape[-1], HEAD=weight.numel(), **_EXACT)
+    launch(_scale, _grid(x), x, factor, weight, out, x.shape[-1], HEAD=weight.numel(), **_EXACT)
     return out
 
 

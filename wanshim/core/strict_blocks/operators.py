@@ -2,13 +2,15 @@
 
 A kernel proves itself on the data at hand: the call whose number, among those of one size, is a power of two computes
 both ways and returns the framework's result. A kernel that fails or gives another bit is not used for that size again.
+Kernels are compiled beside the first calls, which are the framework's until that is done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +19,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from wanshim.core.shared.fallback import cause_of
+from wanshim.core.shared.kernel_compiler import COMPILER, Kernel
+from wanshim.core.shared.kernel_launch import noted
 from wanshim.core.shared.optional_triton import hash_ahead
 from wanshim.core.shared.plain import why_not_plain
 from wanshim.core.shared.recent import Recent
@@ -29,8 +33,16 @@ Result = Callable[[], torch.Tensor]
 
 @dataclass(slots=True)
 class _Kernel:
-    """One kernel for one size. Args: calls: how many there were; proven: it was compared; rejected: not used again."""
+    """The kernel of a step for one size.
 
+    Args:
+        awaited: what Triton compiles for it first.
+        calls: how many there were.
+        proven: it was compared.
+        rejected: it is not used again.
+    """
+
+    awaited: Sequence[Kernel]
     calls: int = 0
     proven: bool = False
     rejected: bool = False
@@ -47,6 +59,7 @@ class StrictOperators:
         self._on_rejection = on_rejection
         hash_ahead()
         self._known: Recent[tuple[Any, ...], _Kernel] = Recent()
+        self._compiling: list[Kernel] = []
 
     def serve(self, x: torch.Tensor) -> bool:
         """Whether kernels may compute what follows from `x`: a plain tensor on a GPU, no gradient, autocast or mode."""
@@ -72,12 +85,8 @@ class StrictOperators:
 
         if norm.weight is not None or why_not_plain((norm,)):
             return steps()
-        return self._either(
-            "norm with modulation",
-            lambda: kernels.normalized(x, norm.eps, scale, shift, affine=False),
-            steps,
-            x, scale, shift, norm.eps,
-        )  # fmt: skip
+        kernel = partial(kernels.normalized, eps=norm.eps, affine=False)
+        return self._either("norm with modulation", kernel, steps, (x, scale, shift), norm.eps)
 
     def affine(self, x: torch.Tensor, norm: nn.LayerNorm) -> torch.Tensor:
         """norm(x), computed in fp32 and rounded once. Args: x: (batch, tokens, channels)."""
@@ -88,12 +97,8 @@ class StrictOperators:
         if norm.weight is None or norm.bias is None or why_not_plain((norm,)):
             return steps()
         weight, bias = norm.weight.view(1, 1, -1), norm.bias.view(1, 1, -1)
-        return self._either(
-            "norm with weights",
-            lambda: kernels.normalized(x, norm.eps, weight, bias, affine=True),
-            steps,
-            x, weight, bias, norm.eps,
-        )  # fmt: skip
+        kernel = partial(kernels.normalized, eps=norm.eps, affine=True)
+        return self._either("norm with weights", kernel, steps, (x, weight, bias), norm.eps)
 
     def gated(self, x: torch.Tensor, gate: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
         """x + gate * update: in fp32 and rounded once if the gate is fp32, else rounded twice to the one dtype.
@@ -109,18 +114,11 @@ class StrictOperators:
 
         if not _alike(x, update) or not (wide or gate.dtype == x.dtype):
             return steps()
-        return self._either(
-            "gate with residual", lambda: kernels.gated(x, gate, update, wide=wide), steps, x, gate, update
-        )
+        return self._either("gate with residual", partial(kernels.gated, wide=wide), steps, (x, gate, update))
 
     def modulated(self, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
         """x * (1 + scale) + shift, each step rounded to the one dtype. Args: as of `normalized`."""
-        return self._either(
-            "modulation",
-            lambda: kernels.modulated(x, scale, shift),
-            lambda: x * (1 + scale) + shift,
-            x, scale, shift,
-        )  # fmt: skip
+        return self._either("modulation", kernels.modulated, lambda: x * (1 + scale) + shift, (x, scale, shift))
 
     def rotated(
         self, x: torch.Tensor, angles: torch.Tensor | tuple[torch.Tensor, torch.Tensor], head: int, steps: Result
@@ -135,7 +133,7 @@ class StrictOperators:
             steps: the framework's own computation, whose result may have any shape.
         """
         return self._either(
-            "rotary embedding", lambda: kernels.rotated(x, angles, head), steps, x, *tree_leaves(angles), head
+            "rotary embedding", partial(kernels.rotated, head=head), steps, (x, *tree_leaves(angles)), head
         )
 
     def rms(self, x: torch.Tensor, weight: torch.Tensor, eps: float, steps: Result) -> torch.Tensor:
@@ -147,11 +145,11 @@ class StrictOperators:
             steps: the framework's own computation, whose result may have any shape.
         """
 
-        def kernel() -> torch.Tensor:
+        def kernel(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             mean = kernels.squared(x).unflatten(-1, (-1, weight.numel())).mean(dim=-1)
             return kernels.scaled(x, torch.rsqrt(mean + eps), weight)
 
-        return self._either("RMS norm", kernel, steps, x, weight, eps)
+        return self._either("RMS norm", kernel, steps, (x, weight), eps)
 
     def whole(self, block: nn.Module, ours: Callable[[], T], theirs: Callable[[], T], *like: Any) -> T:
         """A block's result, a tensor or several, its first of a size compared with the framework's own.
@@ -164,44 +162,75 @@ class StrictOperators:
         key = ("block", type(block), *map(_of, like))
         if key not in self._known and why_not_plain(block.modules()):
             return ours()
-        return self._either("block", ours, theirs, *like, of=type(block), again=False)
+        return self._either("block", ours, theirs, (), *like, of=type(block))
 
     def _either(
         self,
         name: str,
-        kernel: Callable[[], T],
+        kernel: Callable[..., T],
         steps: Callable[[], T],
+        given: tuple[torch.Tensor, ...],
         *like: Any,
         of: type | None = None,
-        again: bool = True,
     ) -> T:
+        """The result of the kernel, or of the framework's steps.
+
+        Args:
+            given: the kernel's tensors. Empty: it consists of steps that have kernels of their own, and is compared
+                once with all of them.
+            like: what else sizes differ by.
+        """
+        like = (*given, *like)
         key = (name, of, *map(_of, like))
         if key not in self._known:
-            self._known[key] = _Kernel()
+            self._known[key] = _Kernel(self._not_compiled(kernel, given))
         known = self._known[key]
         if known.rejected:
             return steps()
+        if not all(each.done.is_set() for each in known.awaited):
+            return steps()
+        known.awaited = ()
         known.calls += 1
         on_device = _on_device_of(like[0])
-        if known.proven and (not again or known.calls & (known.calls - 1)):
+        if known.proven and (not given or known.calls & (known.calls - 1)):
             with on_device:
-                return kernel()
+                return kernel(*given)
         expected = steps()
         if like[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return expected  # a graph cannot wait for a comparison
+        had_all = bool(given) or self._has_all
         try:
             with on_device:
-                found = kernel()
+                found = kernel(*given)
             reason = "" if _same(found, expected) else "its kernel gives other bits"
         except Exception as error:
             reason = cause_of(error)
-        known.proven = True
+        known.proven = bool(given) or (had_all and self._has_all)
         if reason:
             known.rejected = True
             size = " x ".join(map(str, like[0].shape))
             dtype = str(like[0].dtype).removeprefix("torch.")
             self._on_rejection(f"{name} of {size} {dtype} by the framework's own steps: {reason}")
         return expected
+
+    def _not_compiled(self, kernel: Callable[..., Any], given: tuple[torch.Tensor, ...]) -> list[Kernel]:
+        """Those of its launches that no process has compiled, on the way to be. What cannot be run dry is compiled by
+        the first launch."""
+        if not given or not given[0].is_cuda:
+            return []
+        with suppress(Exception), noted() as launches:
+            kernel(*(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in given))
+            found = COMPILER.start(launches, given[0].device, awaited=True)
+            awaited = [each for each in found if not each.done.is_set() and not each.on_disk]
+            self._compiling += awaited
+            return awaited
+        return []
+
+    @property
+    def _has_all(self) -> bool:
+        """Whether all kernels that steps have needed until now are compiled."""
+        self._compiling = [each for each in self._compiling if not each.done.is_set()]
+        return not self._compiling
 
 
 def _of(value: Any) -> Any:

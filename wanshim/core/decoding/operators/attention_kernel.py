@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from wanshim.core.shared.kernel_launch import launch, takes_kernels
 from wanshim.core.shared.optional_triton import tl, triton
-
-from .launch import launch, takes_kernels
 
 _CHANNELS = (256, 128)
 _QUERIES, _KEYS, _STAGES, _WARPS = 128, 32, 2, 8  # the fastest of seven combinations on an H200

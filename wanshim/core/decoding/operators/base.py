@@ -21,11 +21,11 @@ import torch.nn.functional as F
 
 from wanshim.core.decoding.model.encoder_graph import Average
 from wanshim.core.decoding.model.graph import Attention, Conv, Duplicate, Norm, Upsample
+from wanshim.core.shared.kernel_launch import takes_kernels
 
 from . import fused, winograd
 from .attention_kernel import attend, attend_in_parts
 from .convolution import ByWinograd, Convolve, torch_convolve
-from .launch import takes_kernels
 from .layout import dense, duplicate, folded_average, frames_apart, frames_last, interleave
 from .weights import FEW, FastWeights, squares_apart
 from .window import Ahead, Pending, Slab, Window

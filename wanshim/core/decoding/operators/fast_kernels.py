@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from wanshim.core.decoding.model.graph import Duplicate, Norm
+from wanshim.core.shared.kernel_launch import launch, takes_kernels
 from wanshim.core.shared.optional_triton import tl, triton
 
-from .launch import launch, takes_kernels
 from .layout import used_strides
 from .winograd import UNIT, Products
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from wanshim.core.decoding.model.graph import Duplicate
+from wanshim.core.shared.kernel_launch import launch, takes_kernels
 from wanshim.core.shared.optional_triton import libdevice, tl, triton
 
-from .launch import launch, takes_kernels
 from .layout import dense, used_strides
 
 _SIDE = 64  # of a square

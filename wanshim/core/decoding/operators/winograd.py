@@ -29,9 +29,9 @@ import torch
 import torch.nn.functional as F
 
 from wanshim.core.decoding.model.graph import Conv
+from wanshim.core.shared.kernel_launch import launch, takes_kernels
 from wanshim.core.shared.optional_triton import tl, triton
 
-from .launch import launch, takes_kernels
 from .layout import used_strides, wide
 
 _CHANNELS = 96  # with fewer, parts and products take as long in memory as is saved

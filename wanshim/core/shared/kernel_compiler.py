@@ -1,8 +1,8 @@
 """Triton's kernels compiled beside the program, in threads that end with it.
 
 Triton compiles a kernel at its first launch, a third of a second each, and keeps it on disk. What a call launches is
-known from a dry run (`dry_run.py`) before it computes; it is the framework's until its kernels are compiled. Those that
-an earlier process has compiled, as a note in Triton's cache says, need only be loaded: a call waits for them.
+known from a dry run (`kernel_launch.py`) before it computes; it is the framework's until its kernels are compiled.
+Those that an earlier process has compiled, as a note in Triton's cache says, need only be loaded.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from typing import Any
 import torch
 
 from wanshim.core.shared.fallback import cause_of
+from wanshim.core.shared.kernel_launch import Launch
 from wanshim.core.shared.optional_triton import triton
 
-from .launch import Launch
-
-logger = logging.getLogger("wanshim.decoding")
+logger = logging.getLogger("wanshim.kernels")
 
 _LOADING = 10.0  # seconds that a call waits for kernels that are on disk
 _LAST = 10.0  # seconds that the end of the process waits for the kernels under way
