@@ -630,8 +630,8 @@ class _Call:
             raise
 
     def _bring(self, models: list[nn.Module], *, shared: bool) -> list[HostCopy]:
-        """Have the weights of models that the script offloads on the way to memory whose pages can be locked: from there
-        they are sent, too, at several times the rate. What fails here is said where they are streamed."""
+        """Have the weights of models that the script offloads on the way to memory whose pages can be locked: from
+        there they are sent, too, at several times the rate. What fails here is said where they are streamed."""
         with contextlib.suppress(Exception):
             return [copy for _, copy in self._streams.bring(models, shared=shared) if copy is not None]
         self._streams.end()
