@@ -35,7 +35,7 @@ for batch, tokens, channels in ((1, 5, 72), (2, 3, 1200)):
         scale, shift, gate = parts[1], parts[0], parts[2]
         _, mean, rstd = torch.native_layer_norm(x.float(), (channels,), None, None, 1e-6)
         normal = (x.float() - mean) * rstd
-        found = kernels.normalized(x, 1e-6, scale, shift, affine=False)
+        found = kernels.normalized(x, scale, shift, eps=1e-6, affine=False)
         note(f"norm, {name}", found, (normal * (1 + scale) + shift).half())
         note(f"gate in fp32, {name}", kernels.gated(x, gate, update, wide=True), (x.float() + update * gate).half())
         scale, shift, gate = (p.half() for p in (scale, shift, gate))

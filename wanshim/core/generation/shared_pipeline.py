@@ -343,8 +343,7 @@ class _Call:
             if torch.is_grad_enabled():
                 return own(*args, **kwargs)
             if self._plan is None and self._shared.request.asks_for_one and self._binding.offload is not None:
-                for copy in self._bring(forward.used(args, kwargs), shared=False):  # while the plan traces a forward
-                    copy.lock(self._devices[0])
+                self._bring(forward.used(args, kwargs), shared=False)  # while the plan traces a forward
             plan = self._plan = self._plan or self._decide(forward, args, kwargs)
             is_pair = plan.guidance > 1 and self._binding.is_guided()  # which a user's callback may switch off
             try:
@@ -593,13 +592,11 @@ class _Call:
         for name, module in self._binding.modules.items():
             if any(module is each for each in models) and not self._is_held(module, workers, count):
                 self._streams.end()  # what is copied is the model as its classes made it
+                workers.start()  # before pages are fetched and locked: CUDA's other calls wait for that
                 brought = self._bring([module], shared=self._plan.streamed) if self._plan.replaces_offload else []
                 if self._binding.offload is not None and not brought:
                     self._binding.offload.before(module)
                 self._shared.copied.add(module)
-                workers.start()  # while the weights come, and before pages are locked: CUDA's other calls wait for that
-                for copy in brought:
-                    copy.lock(self._devices[0])
                 with self._bare():
                     self._check_again(name, module)
                     host = host_copy(module, shared=True) if self._plan.streamed else None
@@ -630,10 +627,13 @@ class _Call:
             raise
 
     def _bring(self, models: list[nn.Module], *, shared: bool) -> list[HostCopy]:
-        """Have the weights of models that the script offloads on the way to memory whose pages can be locked: from
-        there they are sent, too, at several times the rate. What fails here is said where they are streamed."""
+        """Have the weights of models that the script offloads on the way to pages that are locked: from these they are
+        sent, too, at several times the rate. What fails here is said where they are streamed."""
         with contextlib.suppress(Exception):
-            return [copy for _, copy in self._streams.bring(models, shared=shared) if copy is not None]
+            copies = [copy for _, copy in self._streams.bring(models, shared=shared) if copy is not None]
+            for copy in copies:
+                copy.lock(self._devices[0])
+            return copies
         self._streams.end()
         return []
 

@@ -24,7 +24,7 @@ def available(x: torch.Tensor) -> bool:
     return triton is not None and x.is_cuda and x.dtype in _DTYPES
 
 
-def normalized(x: torch.Tensor, eps: float, scale: torch.Tensor, shift: torch.Tensor, *, affine: bool) -> torch.Tensor:
+def normalized(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, *, eps: float, affine: bool) -> torch.Tensor:
     """The layer norm of `x` in fp32, then modulated, then rounded to the dtype of `x`.
 
     Args:
