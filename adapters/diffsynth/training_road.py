@@ -288,23 +288,23 @@ def share_output_folder(call: TrainingCall) -> None:
     """Let every rank's logger, and the script's arguments that it comes from, have the first rank's output folder."""
     import logging  # needed by few: not at activation
 
-    from wanshim.core.training.output_folder import of_first_rank
+    from wanshim.core.strategy import output_folders
 
     own = getattr(call.logger, "output_path", None)
     if own is None:
         return
-    first, named = of_first_rank(str(own))
+    named = output_folders(str(own))
     if len(named) == 1:
         return
     if call.accelerator.is_main_process:
         logging.getLogger("wanshim").warning(
             "wanshim: the ranks name different folders as the run's output: %s; all use %s, of the first rank",
             ", ".join(named),
-            first,
+            named[0],
         )
     for holder in (call.logger, call.script):
         if getattr(holder, "output_path", None) == own:
-            vars(holder)["output_path"] = type(own)(first)
+            vars(holder)["output_path"] = type(own)(named[0])
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from wanshim.core.strategy.agree import (
     idle_on_all,
     kept_on_all,
     least_of_all,
+    output_folders,
 )
 from wanshim.core.strategy.block_trace import trace_block
 from wanshim.core.strategy.candidates import CHUNK_TOKENS, StepSettings
@@ -40,6 +41,7 @@ __all__ = [
     "idle_on_all",
     "kept_on_all",
     "least_of_all",
+    "output_folders",
     "predict",
     "store_of",
     "trace_block",
