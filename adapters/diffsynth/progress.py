@@ -188,7 +188,7 @@ def _record_step(original: Callable[..., Any], seam: SeamState) -> Callable[...,
 def _record_checkpoint(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     def save(self: object, *args: object, **kwargs: object) -> Any:
         recorder = job.recorder if (job := _job.get()) is not None else None
-        with recorder.checkpoint() if recorder is not None and seam.enter() else nullcontext():
+        with recorder.pause("checkpoint") if recorder is not None and seam.enter() else nullcontext():
             return original(self, *args, **kwargs)
 
     return save

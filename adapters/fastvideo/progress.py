@@ -13,7 +13,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from wanshim.patching import Feature, Finding, Kind, Seam, SeamState, SourceTree
@@ -69,8 +69,7 @@ class RecordedRun:
         def call(*args: object, **kwargs: object) -> Any:
             if self.recorder is None:
                 return original(*args, **kwargs)
-            pause: AbstractContextManager[None] = getattr(self.recorder, kind)()
-            with pause:
+            with self.recorder.pause(kind):
                 return original(*args, **kwargs)
 
         return call
