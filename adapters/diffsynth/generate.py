@@ -45,6 +45,7 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
     from pkgutil import resolve_name  # needed by few: not at activation
 
     from wanshim.adapters.diffsynth import vram
+    from wanshim.core import generation
     from wanshim.core.generation import Forward, NotShared, PipelineBinding, is_own, own_methods, why_other_function
     from wanshim.core.shared.plain import is_compiled
 
@@ -93,8 +94,8 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
                 same=denoising.same,
                 blocks=denoising.blocks,
                 reads=frozenset(inspect.signature(pipe.model_fn).parameters),
-                few=None if cached else denoising.few,
-                count=denoising.count,
+                few=None if cached else denoising.few or partial(generation.few_tokens, denoising.same),
+                count=denoising.count or partial(generation.count_tokens, denoising.same),
                 is_compiled=compiled,
                 sent=numbered if cached else None,
             ),
@@ -184,9 +185,9 @@ def _is_around(function: Any, own: Any) -> bool:
 
 
 def _check(pipe: Any, parts: dict[str, Any]) -> None:
-    from wanshim.adapters.diffsynth import vram
     from pkgutil import resolve_name
 
+    from wanshim.adapters.diffsynth import vram
     from wanshim.adapters.diffsynth.splitting import refusals
     from wanshim.adapters.diffsynth.splitting.family import class_of
     from wanshim.core.generation import NotShared
