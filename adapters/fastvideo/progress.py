@@ -133,7 +133,7 @@ def _record_trainer(original: Callable[..., Any], seam: SeamState) -> Callable[.
                 if every := validation_interval(callback):
                     undo.replace(callback, "on_validation_begin", functools.partial(_validate, job, every))
             if every := validation_interval_of_method(method):
-                undo.replace(method, "on_validation_begin", functools.partial(_validate_method, job, every))
+                undo.replace(method, "on_validation_begin", functools.partial(_validate, job, every))
             if manager is not None:
                 undo.replace(manager, "save", functools.partial(job.pausing, "checkpoint"))
             return original(self, *args, **kwargs)
@@ -159,21 +159,12 @@ def _optimizers(method: Any) -> Any:
 
 
 def _validate(job: RecordedRun, every: int, original: Callable[..., Any]) -> Callable[..., Any]:
-    """The callback is asked at each step, and validates at some."""
-    pausing = job.pausing("validation", original)
+    """The callback is asked at each step, and so is the method itself in 0.2.1; each validates at some."""
+    signature, pausing = inspect.signature(original), job.pausing("validation", original)
 
-    def on_validation_begin(method: Any, iteration: int = 0) -> Any:
-        return (original if iteration % every else pausing)(method, iteration=iteration)
-
-    return on_validation_begin
-
-
-def _validate_method(job: RecordedRun, every: int, original: Callable[..., Any]) -> Callable[..., Any]:
-    """0.2.1 asks the method itself, too, at each step."""
-    pausing = job.pausing("validation", original)
-
-    def on_validation_begin(iteration: int = 0) -> Any:
-        return (original if iteration % every else pausing)(iteration)
+    def on_validation_begin(*args: object, **kwargs: object) -> Any:
+        iteration = signature.bind(*args, **kwargs).arguments.get("iteration", 0)
+        return (original if iteration % every else pausing)(*args, **kwargs)
 
     return on_validation_begin
 
