@@ -10,11 +10,11 @@ from wanshim.core.strategy.agree import (
     output_folders,
 )
 from wanshim.core.strategy.block_trace import trace_block
-from wanshim.core.strategy.candidates import CHUNK_TOKENS, StepSettings
+from wanshim.core.strategy.candidates import CHUNK_TOKENS
 from wanshim.core.strategy.job import Limits, Request, SideModel, TrainingJob, Video
 from wanshim.core.strategy.limits import available_on
 from wanshim.core.strategy.plan import TrainingPlan
-from wanshim.core.strategy.predict import KeptOn, MicroBatch, Step, Stored, predict, store_of
+from wanshim.core.strategy.predict import KeptOn, MicroBatch, Stored, store_of
 from wanshim.core.strategy.search import decide, decide_again
 from wanshim.values import Strategy
 
@@ -25,8 +25,6 @@ __all__ = [
     "MicroBatch",
     "Request",
     "SideModel",
-    "Step",
-    "StepSettings",
     "Stored",
     "Strategy",
     "TrainingJob",
@@ -42,7 +40,6 @@ __all__ = [
     "kept_on_all",
     "least_of_all",
     "output_folders",
-    "predict",
     "store_of",
     "trace_block",
 ]
