@@ -32,7 +32,8 @@ from wanshim.adapters.diffsynth.checkpoint_offload import offload_checkpoints
 from wanshim.adapters.diffsynth.splitting import micro_batch
 from wanshim.adapters.diffsynth.training_road import Row
 from wanshim.core.model_split import split_model
-from wanshim.core.strategy import CHUNK_TOKENS, MicroBatch, Step, predict, store_of
+from wanshim.core.strategy import CHUNK_TOKENS, MicroBatch, store_of
+from wanshim.core.strategy.predict import Step, predict
 from wanshim.undo import Undo
 
 

@@ -33,7 +33,8 @@ from diffsynth.pipelines import wan_video
 from timeline import Timeline, draw
 
 from wanshim.core.model_split import split_model
-from wanshim.core.pipeline import Pipeline, pipeline_bound
+from wanshim.core.pipeline import Pipeline
+from wanshim.core.pipeline.schedule import pipeline_bound
 from wanshim.undo import Undo
 
 

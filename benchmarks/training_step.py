@@ -50,17 +50,15 @@ from wanshim.core.strategy import (
     KeptOn,
     Limits,
     Request,
-    Step,
-    StepSettings,
     Stored,
     Strategy,
     TrainingJob,
     TrainingPlan,
     available_on,
-    predict,
     store_of,
 )
-from wanshim.core.strategy.candidates import Candidate, with_kept_blocks
+from wanshim.core.strategy.candidates import Candidate, StepSettings, with_kept_blocks
+from wanshim.core.strategy.predict import Step, predict
 from wanshim.core.streaming import stream_model
 from wanshim.undo import Undo
 

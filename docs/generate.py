@@ -36,7 +36,7 @@ from writers import (  # noqa: E402
 )
 from writers.markdown import table  # noqa: E402
 
-from wanshim.cli import matrix_words as in_words  # noqa: E402
+from wanshim.cli import matrix as in_words  # noqa: E402
 from wanshim.select import catalog  # noqa: E402
 from wanshim.select.matrix import Matrix, Row, load  # noqa: E402
 

@@ -104,7 +104,8 @@ class ReportRow:
 
 
 def _outcome(state: str, calls: int, failed: int, fallbacks: Mapping[str, int], of: str = "") -> str:
-    left = describe_fallbacks(fallbacks) if fallbacks else ""
+    counts = (f"{count} time{'s' * (count != 1)}: {reason}" for reason, count in fallbacks.items())
+    left = f"left to the framework {'; '.join(counts)}" if fallbacks else ""
     if state == "ineffective" and left and not failed:
         return left
     name = "without effect" if state == "ineffective" else state
@@ -123,12 +124,6 @@ def check(rows: Iterable[ReportRow]) -> None:
                 expected="that it is in place and had its effect" if row.named else "that it stays in place",
                 hint="Run `wanshim doctor` to see every seam",
             )
-
-
-def describe_fallbacks(fallbacks: Mapping[str, int]) -> str:
-    """A description of the calls that were left to the framework: how often, and why."""
-    counts = (f"{count} time{'s' * (count != 1)}: {reason}" for reason, count in fallbacks.items())
-    return f"left to the framework {'; '.join(counts)}"
 
 
 class Report:

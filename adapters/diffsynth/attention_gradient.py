@@ -43,8 +43,9 @@ def torch_computes(attention: str, dtype: torch.dtype, device: torch.device) -> 
     Args:
         attention: the function, by module and name.
     """
-    module, _, name = attention.partition(":")
-    gives_gradient = getattr(getattr(import_module(module), name), "gives_gradient", None)
+    from pkgutil import resolve_name  # needed by few: not at activation
+
+    gives_gradient = getattr(resolve_name(attention), "gives_gradient", None)
     return gives_gradient is not None and not gives_gradient(dtype, device)
 
 

@@ -9,6 +9,7 @@ A planned run offloads by itself if its step would not fit otherwise, or if that
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
@@ -39,18 +40,15 @@ def offload_checkpoints(undo: Undo, row: Row, *, every: bool) -> None:
     undo.add(lambda: row.end(offload.count.sent, _what_was_done(offload, asked=every)))
     undo.replace(torch.autograd.graph, "save_on_cpu", lambda _: lambda *args, **kwargs: offload.saving())
     if every:
-        undo.replace(torch.utils.checkpoint, "checkpoint", _inside(offload))
+        undo.replace(torch.utils.checkpoint, "checkpoint", partial(_inside, offload))
 
 
-def _inside(offload: CheckpointOffload) -> Callable[[Any], Any]:
-    def offloaded(original: Callable[..., Any]) -> Any:
-        def checkpoint(*args: object, **kwargs: object) -> Any:
-            with offload.saving():
-                return original(*args, **kwargs)
+def _inside(offload: CheckpointOffload, original: Callable[..., Any]) -> Callable[..., Any]:
+    def checkpoint(*args: object, **kwargs: object) -> Any:
+        with offload.saving():
+            return original(*args, **kwargs)
 
-        return checkpoint
-
-    return offloaded
+    return checkpoint
 
 
 def _what_was_done(offload: CheckpointOffload, *, asked: bool) -> str:

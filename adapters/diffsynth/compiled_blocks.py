@@ -64,12 +64,6 @@ def compile_blocks(pipe: Any, undo: Undo, row: Row, plan: TrainingPlan | None = 
 
     family = known_family(pipe.dit)
     assert family is not None  # or it had been refused
-
-    def left(cause: str) -> None:
-        import logging  # needed by few: not at activation
-
-        logging.getLogger("wanshim").warning("wanshim: %s: %s: %s", STEP.feature, STEP.without, cause)
-
     for target, make in family.in_graphs.items():
         module, _, name = target.partition(":")
         undo.replace(import_module(module), name, make)
@@ -79,7 +73,7 @@ def compile_blocks(pipe: Any, undo: Undo, row: Row, plan: TrainingPlan | None = 
         undo,
         outside=family.exchanged if exchanged else None,
         by_value=family.by_value,
-        on_fallback=None if strict else left,
+        on_fallback=None if strict else STEP.warn,
     )
     if exchanged:
         row.report("self-attention, whose tokens are exchanged between ranks, runs between four graphs of a block")

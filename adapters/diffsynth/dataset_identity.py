@@ -6,10 +6,10 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from wanshim.adapters.diffsynth.encode_cache import version
 from wanshim.core.encoding.contents import content
 from wanshim.core.encoding.identity import class_code, code_identity
 from wanshim.core.shared.fallback import Fallback
@@ -55,11 +55,8 @@ def _installed(function: Any) -> str:
     """
     module, name = getattr(function, "__module__", None) or "", getattr(function, "__qualname__", "")
     package = module.partition(".")[0]
-    try:
-        if getattr(sys.modules.get(module), name, None) is function:
-            return f"{module}.{name} {metadata.version(package)}"
-    except metadata.PackageNotFoundError:
-        pass
+    if getattr(sys.modules.get(module), name, None) is function and (installed := version(package)):
+        return f"{module}.{name} {installed}"
     named = name or type(function).__qualname__
     raise Fallback(f"the dataset loads samples by {named}, which is neither DiffSynth's nor an installed package's")
 

@@ -132,16 +132,12 @@ class EncodedUnits:
         count = len(call.dataset) // max(1, getattr(call.dataset, "repeat", None) or 1)  # of DiffSynth's UnifiedDataset
         samples = _samples(call, range(accelerator.process_index, count, accelerator.num_processes))
         bar = tqdm(samples, desc="encoding")  # of the first process
-        drawn = random_states(self._device)
         with Undo() as undo:
-            undo.replace(pipe, "model_fn", lambda original: _reach)
-            undo.set(pipe, {"device": self._device})
-            try:
-                for sample in bar:
-                    with suppress(_Reached), accelerator.autocast():
-                        call.model(sample)
-            finally:
-                set_random_states(drawn, self._device)
+            undo.set(pipe, {"model_fn": _reach, "device": self._device})
+            undo.add(partial(set_random_states, random_states(self._device), self._device))
+            for sample in bar:
+                with suppress(_Reached), accelerator.autocast():
+                    call.model(sample)
 
     def identity_of_samples(self, call: TrainingCall) -> str:
         """All that the results of the units depend on in a run over this dataset.

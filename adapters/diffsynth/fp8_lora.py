@@ -29,11 +29,8 @@ COPY_BLOCK = f"{LAYERS}:AutoWrappedNonRecurseModule._copy_with_shared_children"
 
 def training_in(module: torch.nn.Module) -> list[Any]:
     """The modules within `module` that hold parameters set to be trained."""
-    return [m for m in module.modules() if m is not module and _trains(m)]
-
-
-def _trains(module: torch.nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+    below = (m for m in module.modules() if m is not module)
+    return [m for m in below if any(parameter.requires_grad for parameter in m.parameters(recurse=False))]
 
 
 def cast_sharing_what_trains(module: torch.nn.Module, dtype: torch.dtype, device: torch.device | str) -> Any:
@@ -58,10 +55,12 @@ def _without(module: torch.nn.Module, children: set[int]) -> Iterator[None]:
             parent._modules = modules
 
 
-def copy_sharing_what_trains(wrapper_class: type[Any], module: torch.nn.Module) -> tuple[Any, set[int]]:
+def copy_sharing_what_trains(module: torch.nn.Module) -> tuple[Any, set[int]]:
     """A copy of a block with its wrappers and what trains shared, and the ids of those: DiffSynth's own shares the
     wrappers alone."""
-    shared = {id(m): m for m in module.modules() if m is not module and isinstance(m, wrapper_class)}
+    from wanshim.adapters.diffsynth.vram import is_wrapper
+
+    shared = {id(m): m for m in module.modules() if m is not module and is_wrapper(m)}
     shared |= {id(m): m for m in training_in(module)}
     return copy.deepcopy(module, dict(shared)), set(shared)
 
@@ -79,9 +78,7 @@ def _copy_block(original: Callable[..., Any], seam: SeamState) -> Callable[..., 
     def _copy_with_shared_children(self: object, module: torch.nn.Module) -> Any:
         if not seam.enter_graph() or not training_in(module):
             return original(self, module)
-        from diffsynth.core.vram.layers import AutoTorchModule
-
-        return copy_sharing_what_trains(AutoTorchModule, module)
+        return copy_sharing_what_trains(module)
 
     return _copy_with_shared_children
 

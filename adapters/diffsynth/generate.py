@@ -14,9 +14,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -43,12 +42,15 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
     Raises:
         NotShared: it must run on one GPU.
     """
+    from pkgutil import resolve_name  # needed by few: not at activation
+
     from wanshim.adapters.diffsynth import vram
+    from wanshim.core import generation
     from wanshim.core.generation import Forward, NotShared, PipelineBinding, is_own, own_methods, why_other_function
     from wanshim.core.shared.plain import is_compiled
 
     family, denoising = _served(pipe)
-    own = _own(denoising.function)
+    own = resolve_name(denoising.function)  # as it is now
     if _is_around(pipe.model_fn, own) and vars(pipe).get("model_fn") is not own:
         pipe.model_fn = own  # with what is around it now, as in workers: the pipeline is older
     signature = inspect.signature(type(pipe).__call__)
@@ -92,8 +94,8 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
                 same=denoising.same,
                 blocks=denoising.blocks,
                 reads=frozenset(inspect.signature(pipe.model_fn).parameters),
-                few=None if cached else denoising.few,
-                count=denoising.count,
+                few=None if cached else denoising.few or partial(generation.few_tokens, denoising.same),
+                count=denoising.count or partial(generation.count_tokens, denoising.same),
                 is_compiled=compiled,
                 sent=numbered if cached else None,
             ),
@@ -135,12 +137,6 @@ def _parts(pipe: Any) -> dict[str, Any]:
     return {name: part for name in names if (part := getattr(pipe, name, None)) is not None}
 
 
-def _own(function: str) -> Any:
-    """A function of DiffSynth, as it is now."""
-    module, _, name = function.partition(":")
-    return getattr(import_module(module), name)
-
-
 def _served(pipe: Any) -> tuple[Family, Denoising]:
     """The family of a pipeline and its loop.
 
@@ -161,10 +157,6 @@ def _loops() -> dict[str, tuple[Family, Denoising]]:
     from wanshim.adapters.diffsynth.splitting.refusals import FAMILIES
 
     return {family.denoising.pipeline: (family, family.denoising) for family in FAMILIES if family.denoising}
-
-
-def _names(pipelines: Iterable[str]) -> str:
-    return " and ".join(sorted(name.split(":")[1] for name in pipelines))
 
 
 def _tokens(pipe: Any, family: Family) -> tuple[str, int]:
@@ -193,13 +185,15 @@ def _is_around(function: Any, own: Any) -> bool:
 
 
 def _check(pipe: Any, parts: dict[str, Any]) -> None:
+    from pkgutil import resolve_name
+
     from wanshim.adapters.diffsynth import vram
     from wanshim.adapters.diffsynth.splitting import refusals
     from wanshim.adapters.diffsynth.splitting.family import class_of
     from wanshim.core.generation import NotShared
 
     family, denoising = _served(pipe)
-    own = _own(denoising.function)
+    own = resolve_name(denoising.function)
     if not _is_around(pipe.model_fn, own):
         raise NotShared(f"its model_fn is not DiffSynth's {own.__name__}")
     reason = refusals.why_sharded_by_diffsynth(pipe)
@@ -250,7 +244,8 @@ def _served_or_said(original: Callable[..., Any], seam: SeamState) -> Callable[.
     def download_and_load_models(self: Any, *args: Any, **kwargs: Any) -> Any:
         served = _loops()
         if served.keys().isdisjoint(f"{cls.__module__}:{cls.__qualname__}" for cls in type(self).__mro__):
-            say_not_served(seam, type(self).__name__, f"of DiffSynth's pipelines {_names(served)} are served")
+            names = " and ".join(sorted(name.split(":")[1] for name in served))
+            say_not_served(seam, type(self).__name__, f"of DiffSynth's pipelines {names} are served")
         return original(self, *args, **kwargs)
 
     return download_and_load_models

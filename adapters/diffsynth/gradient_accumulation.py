@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from wanshim.adapters.diffsynth.training_road import TrainingCall, loop_seam
+from wanshim.adapters.diffsynth.training_road import LAUNCHER, TrainingCall, loop_seam
 from wanshim.patching import Feature, Finding, SeamState, SourceTree
 from wanshim.patching.verdict import Verdict
 from wanshim.undo import Undo
@@ -22,7 +22,6 @@ from wanshim.undo import Undo
 if TYPE_CHECKING:
     import torch
 
-LOOP = "diffsynth.diffusion.runner:launch_training_task"
 ACCUMULATES_ITSELF = ("DEEPSPEED", "MEGATRON_LM")  # their engines clear the gradients; accelerate's call does nothing
 
 
@@ -101,7 +100,7 @@ def _count_every_micro_batch(original: Callable[..., Any], seam: SeamState) -> C
 
 def _judge(source: SourceTree) -> Finding | None:
     """Which comes first where the loop accumulates: `backward`, or `zero_grad`?"""
-    loop = source.node(LOOP)
+    loop = source.node(LAUNCHER)
     if loop is None:
         return Finding(Verdict.ABSENT, "there is no diffsynth.diffusion.runner.launch_training_task")
     blocks = [n for n in ast.walk(loop) if isinstance(n, ast.With) and "accumulate" in _methods_called(n.items)]
@@ -134,7 +133,7 @@ FEATURE = Feature(
     judge=_judge,
     seams=(
         loop_seam(
-            LOOP,
+            LAUNCHER,
             _count_every_micro_batch,
             why="clears the gradients before the last backward of a step: those of its other micro-batches are lost",
             upstream="https://github.com/modelscope/DiffSynth-Studio/issues/1388 (and 1046); fixed in 2.0.10",

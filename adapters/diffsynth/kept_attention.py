@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth import attention_gradient, kept_blocks
@@ -72,19 +73,16 @@ def keep_attention(undo: Undo, row: Row, place: KeptOn, *, has_effect: bool = Fa
     if offload is not None:
         undo.add(offload.clear)
     undo.add(lambda: row.end(kept.count.kept or has_effect, _what_was_done(kept)))
-    undo.replace(torch.utils.checkpoint, "checkpoint", _keeping(kept))
+    undo.replace(torch.utils.checkpoint, "checkpoint", partial(_keeping, kept))
 
 
-def _keeping(kept: KeptAttention) -> Callable[[Any], Any]:
-    def keeping(original: Callable[..., Any]) -> Any:
-        def checkpoint(*args: object, **kwargs: object) -> Any:
-            if kwargs.get("use_reentrant") is False and "context_fn" not in kwargs:
-                kwargs["context_fn"] = kept.contexts
-            return original(*args, **kwargs)
+def _keeping(kept: KeptAttention, original: Callable[..., Any]) -> Callable[..., Any]:
+    def checkpoint(*args: object, **kwargs: object) -> Any:
+        if kwargs.get("use_reentrant") is False and "context_fn" not in kwargs:
+            kwargs["context_fn"] = kept.contexts
+        return original(*args, **kwargs)
 
-        return checkpoint
-
-    return keeping
+    return checkpoint
 
 
 def _what_was_done(kept: KeptAttention) -> str:

@@ -12,6 +12,7 @@ itself is `wanshim.core.model_split`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -23,15 +24,11 @@ if TYPE_CHECKING:
     import torch
 
 
-def _in(room: str, name: str) -> Callable[[Any, SeamState], Any]:
+def _in(room: str, name: str, original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     """The replacement `name` of a room of the split, which is imported when the seam goes in: `activate` needs to know
     only that it is there."""
-
-    def replace(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
-        module = import_module(f"wanshim.adapters.diffsynth.splitting.{room}")
-        return getattr(module, name)(original, seam)  # type: ignore[no-any-return]
-
-    return replace
+    module = import_module(f"wanshim.adapters.diffsynth.splitting.{room}")
+    return getattr(module, name)(original, seam)  # type: ignore[no-any-return]
 
 
 def blocked(read: Settings) -> str | None:
@@ -109,7 +106,7 @@ FEATURE = Feature(
     seams=(
         Seam(
             "diffsynth.models.model_loader:ModelPool.load_model_file",
-            _in("load", "load_to_host"),
+            partial(_in, "load", "load_to_host"),
             kind=Kind.WRAPT,
             why="loads the whole DiT onto one device, which a model that needs a split does not fit",
             **_LEDGER,
@@ -117,7 +114,7 @@ FEATURE = Feature(
         *(
             Seam(
                 f"diffsynth.pipelines.{target}.from_pretrained",
-                _in("load", "split_after_loading"),
+                partial(_in, "load", "split_after_loading"),
                 kind=Kind.WRAPT,
                 stacks=True,
                 required=required,
@@ -137,20 +134,20 @@ FEATURE = Feature(
         ),
         loop_seam(
             "diffsynth.diffusion.runner:launch_training_task",
-            _in("own_loop", "with_plan"),
+            partial(_in, "own_loop", "with_plan"),
             why="moves the whole model to one device before training",
             **_LEDGER,
         ),
         loop_seam(
             "diffsynth.diffusion.runner:launch_data_process_task",
-            _in("data_process", "over_processes"),
+            partial(_in, "data_process", "over_processes"),
             required=False,
             why="encodes the first samples a second time where the processes have no equal parts",
             **_LEDGER,
         ),
         loop_seam(
             "diffsynth.diffusion.dmd2:launch_dmd2_training_task",
-            _in("own_loop", "without_plan"),
+            partial(_in, "own_loop", "without_plan"),
             required=False,
             why="trains a student and a fake score in turn beside a teacher, whatever plan was asked for",
             **_LEDGER,

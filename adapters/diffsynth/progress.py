@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth.training_road import TrainingCall, loop_seam, share_output_folder
 from wanshim.patching import Feature, SeamState
+from wanshim.undo import Undo
 
 if TYPE_CHECKING:
     from wanshim.core.training import StepAccounting
@@ -34,11 +35,11 @@ class RecordedRun:
     def __init__(self, module: str, call: TrainingCall, seam: SeamState) -> None:
         from wanshim.core.training.recording import Recording
 
-        self.module = vars(sys.modules[module])
+        self.module = sys.modules[module]
         self.call, self.accelerator = call, call.accelerator
         self.output_path = str(call.logger.output_path)
         self.seam = seam
-        self.their_tqdm = self.module["tqdm"]
+        self.their_tqdm = vars(self.module)["tqdm"]
         read = seam.settings
         self.recording = Recording(
             read.progress_dir, FEATURE.name, strict=read.strict, note=seam.notes.append, without_effect=seam.fall_back
@@ -153,16 +154,11 @@ def _world_size() -> int:
 @contextmanager
 def _recording(job: RecordedRun) -> Iterator[None]:
     """While this lasts the loop's `tqdm` is the job's; every way out closes the log."""
-    with job.recording.of_run():
-        token = _job.set(job)
-        hook = job.call.model.register_forward_hook(job.note_output)
-        job.module["tqdm"] = job.steps
-        try:
-            yield
-        finally:
-            job.module["tqdm"] = job.their_tqdm
-            _job.reset(token)
-            hook.remove()
+    with job.recording.of_run(), Undo() as undo:
+        undo.add(partial(_job.reset, _job.set(job)))
+        undo.add(job.call.model.register_forward_hook(job.note_output).remove)
+        undo.set(job.module, {"tqdm": job.steps})
+        yield
 
 
 def _record_run(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
@@ -192,7 +188,7 @@ def _record_step(original: Callable[..., Any], seam: SeamState) -> Callable[...,
 def _record_checkpoint(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     def save(self: object, *args: object, **kwargs: object) -> Any:
         recorder = job.recorder if (job := _job.get()) is not None else None
-        with recorder.checkpoint() if recorder is not None and seam.enter() else nullcontext():
+        with recorder.pause("checkpoint") if recorder is not None and seam.enter() else nullcontext():
             return original(self, *args, **kwargs)
 
     return save

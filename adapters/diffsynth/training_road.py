@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from wanshim.core.strategy import TrainingPlan, Video
 
 MODEL_SPLIT = "diffsynth.model_split"  # which plans over devices and processes; without it a run is DiffSynth's own
+LAUNCHER = "diffsynth.diffusion.runner:launch_training_task"
 FAMILIES = {"Wan": ("wan_",), "FLUX.2": ("flux2_",), "MiniMax-H3": ("minimax_h3_",)}
 CHECKPOINTING = "use_gradient_checkpointing"
 CHECKPOINT_OFFLOAD = "use_gradient_checkpointing_offload"
@@ -245,14 +245,11 @@ class Step:
     on: Callable[[Run], object] = lambda run: True
     apply: Callable[[Run, Row], None]
 
+    def warn(self, reason: str) -> None:
+        """Log why the run goes on without it."""
+        import logging  # needed by few: not at activation
 
-def from_module(module: str, function: str = "apply") -> Callable[[Run, Row], None]:
-    """The function of a module of this adapter, which is imported when the step is on."""
-
-    def apply(run: Run, row: Row) -> None:
-        getattr(import_module(f"{__package__}.{module}"), function)(run, row)
-
-    return apply
+        logging.getLogger("wanshim").warning("wanshim: %s: %s: %s", self.feature, self.without, reason)
 
 
 _seams: dict[str, dict[str, SeamState]] = {}  # launcher -> feature -> its seam there
@@ -264,65 +261,58 @@ def in_training_call() -> bool:
     return _taken.get()
 
 
-def takes_road(feature: str) -> Callable[[Any, SeamState], Any]:
+def take_road(feature: str, original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     """The replacement of a launcher for a feature with a step."""
+    signature = inspect.signature(original)
+    features = _seams.setdefault(seam.seam.target, {})
+    features[feature] = seam
 
-    def replace(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
-        signature = inspect.signature(original)
-        features = _seams.setdefault(seam.seam.target, {})
-        features[feature] = seam
+    def launch(*args: object, **kwargs: object) -> Any:
+        if seam.off or _taken.get():
+            return original(*args, **kwargs)
+        on = {name: state for name, state in features.items() if state.enter()}
+        with _on_the_road(TrainingCall.bind(signature, args, kwargs), on):
+            return original(*args, **kwargs)
 
-        def launch(*args: object, **kwargs: object) -> Any:
-            if seam.off or _taken.get():
-                return original(*args, **kwargs)
-            on = {name: state for name, state in features.items() if state.enter()}
-            with _on_the_road(TrainingCall.bind(signature, args, kwargs), on):
-                return original(*args, **kwargs)
-
-        return launch
-
-    return replace
+    return launch
 
 
 def share_output_folder(call: TrainingCall) -> None:
     """Let every rank's logger, and the script's arguments that it comes from, have the first rank's output folder."""
     import logging  # needed by few: not at activation
 
-    from wanshim.core.training.output_folder import of_first_rank
+    from wanshim.core.strategy import output_folders
 
     own = getattr(call.logger, "output_path", None)
     if own is None:
         return
-    first, named = of_first_rank(str(own))
+    named = output_folders(str(own))
     if len(named) == 1:
         return
     if call.accelerator.is_main_process:
         logging.getLogger("wanshim").warning(
             "wanshim: the ranks name different folders as the run's output: %s; all use %s, of the first rank",
             ", ".join(named),
-            first,
+            named[0],
         )
     for holder in (call.logger, call.script):
         if getattr(holder, "output_path", None) == own:
-            vars(holder)["output_path"] = type(own)(first)
+            vars(holder)["output_path"] = type(own)(named[0])
 
 
 @contextmanager
 def _on_the_road(call: TrainingCall, on: Mapping[str, SeamState]) -> Iterator[None]:
     from wanshim.adapters.diffsynth.splitting.launch import prepare
 
-    token = _taken.set(True)
-    try:
-        with Undo() as undo:
-            try:
-                share_output_folder(call)
-                prepare(call, on, undo)
-                yield
-            except BaseException as error:
-                call.end_others(error)
-                raise
-    finally:
-        _taken.reset(token)
+    with Undo() as undo:
+        undo.add(partial(_taken.reset, _taken.set(True)))
+        try:
+            share_output_folder(call)
+            prepare(call, on, undo)
+            yield
+        except BaseException as error:
+            call.end_others(error)
+            raise
 
 
 def watch_steps(seam: SeamState, say: Callable[[], bool]) -> None:
@@ -339,15 +329,11 @@ def watch_steps(seam: SeamState, say: Callable[[], bool]) -> None:
     seam.earlier.append(register_optimizer_step_pre_hook(look).remove)
 
 
-def _first_launcher(step: Step) -> Callable[[Any, SeamState], Any]:
+def _take_road_of_all(step: Step, original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     """The replacement of the launcher that all training goes through, for the feature of this step. Until `seam` is
     taken out, a loop of the user's own that steps without it is told that the step is not taken."""
-
-    def replace(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
-        watch_steps(seam, lambda: not _taken.get() and step.asked(seam.settings) and _say_without_effect(step, seam))
-        return takes_road(step.feature)(original, seam)
-
-    return replace
+    watch_steps(seam, lambda: not _taken.get() and step.asked(seam.settings) and _say_without_effect(step, seam))
+    return take_road(step.feature, original, seam)
 
 
 def _say_without_effect(step: Step, seam: SeamState) -> bool:
@@ -381,6 +367,14 @@ def step_feature(
     Args:
         others: further seams, which a release may lack: their target, replacement and why.
     """
+    seams: dict[str, tuple[Callable[[Any, SeamState], Any], str]] = {
+        LAUNCHER: (partial(_take_road_of_all, step), why),
+        "diffsynth.diffusion.dmd2:launch_dmd2_training_task": (
+            partial(take_road, step.feature),
+            "the same, for a loop of its own",
+        ),
+        **others,
+    }
     return Feature(
         name=step.feature,
         summary=summary,
@@ -388,23 +382,7 @@ def step_feature(
         relies_on=relies_on,
         families=families,
         seams=tuple(
-            loop_seam(
-                target,
-                take(step),
-                why=reason,
-                upstream=upstream,
-                remove_when=remove_when,
-                required=required,
-            )
-            for target, take, reason, required in (
-                ("diffsynth.diffusion.runner:launch_training_task", _first_launcher, why, True),
-                (
-                    "diffsynth.diffusion.dmd2:launch_dmd2_training_task",
-                    lambda step: takes_road(step.feature),
-                    "the same, for a loop of its own",
-                    False,
-                ),
-                *((target, lambda _, made=made: made, reason, False) for target, (made, reason) in others.items()),
-            )
+            loop_seam(target, make, why=reason, upstream=upstream, remove_when=remove_when, required=target == LAUNCHER)
+            for target, (make, reason) in seams.items()
         ),
     )

@@ -40,18 +40,18 @@ def replaceable(pipe: Any, models: dict[str, Any]) -> Offload | None:
     """The management, in place of which this process can stream the models; None: their weights are all on the GPU."""
     from wanshim.core.generation import Offload
 
-    wrappers = [each for model in models.values() for each in _wrappers(model)]
-    if not wrappers or any(str(each.onload_device) not in ("cpu", _DISK) for each in wrappers):
+    found = [each for model in models.values() for each in wrappers(model)]
+    if not found or any(str(each.onload_device) not in ("cpu", _DISK) for each in found):
         return None
-    from_files = any(getattr(each, "disk_offload", False) for each in wrappers)
+    from_files = any(getattr(each, "disk_offload", False) for each in found)
     return Offload(before=_before, ends=((pipe, "load_models_to_device"),), keeps=not from_files)
 
 
 def why_not_carried(model: Any) -> str:
     """A phrase of which the model is the subject; empty if a copy without its management computes the same bits."""
-    if is_managed(model) and _is_wrapper(model):
+    if is_managed(model) and is_wrapper(model):
         return "is under VRAM management as a whole"
-    for each in _wrappers(model):
+    for each in wrappers(model):
         dtypes = {each.onload_dtype, each.preparing_dtype, each.computation_dtype} - {_DISK}
         if len(dtypes) > 1:
             return f"is under VRAM management that converts its weights ({', '.join(sorted(map(str, dtypes)))})"
@@ -72,7 +72,7 @@ def without_management(model: Any) -> Iterator[None]:
     with Undo() as undo:
         for parent in list(model.modules()) if is_managed(model) else ():
             for name, child in list(parent._modules.items()):
-                if child is not None and _is_wrapper(child):
+                if child is not None and is_wrapper(child):
                     parent._modules[name] = _inside(child)
                     undo.add(partial(parent._modules.__setitem__, name, child))
         yield
@@ -88,12 +88,12 @@ def _before(model: Any) -> Callable[[Sequence[torch.Tensor]], None] | None:
 
     if not is_managed(model):
         return None
-    wrappers = _wrappers(model)
-    for each in wrappers:
+    managed = wrappers(model)
+    for each in managed:
         if each.state == 2:  # prepared
             each.to(device="cpu")
             each.state = 1
-    if waiting := [each for each in wrappers if any(weight.is_meta for weight in each.parameters())]:
+    if waiting := [each for each in managed if any(weight.is_meta for weight in each.parameters())]:
         dtype = waiting[0].computation_dtype
         size = sum(weight.numel() for weight in model.parameters() if weight.is_meta) * dtype.itemsize
         with room_for(size, f"the weights of {type(model).__name__}, which its files have"):
@@ -105,11 +105,12 @@ def _before(model: Any) -> Callable[[Sequence[torch.Tensor]], None] | None:
     return lambda weights: None
 
 
-def _wrappers(model: Any) -> list[Any]:
-    return list(filter(_is_wrapper, model.modules())) if is_managed(model) else []
+def wrappers(model: Any) -> list[Any]:
+    """The wrappers around the layers of a model; none if it is not managed."""
+    return list(filter(is_wrapper, model.modules())) if is_managed(model) else []
 
 
-def _is_wrapper(module: Any) -> bool:
+def is_wrapper(module: Any) -> bool:
     from diffsynth.core.vram.layers import AutoTorchModule
 
     return isinstance(module, AutoTorchModule)

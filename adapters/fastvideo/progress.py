@@ -13,7 +13,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from wanshim.patching import Feature, Finding, Kind, Seam, SeamState, SourceTree
@@ -63,20 +63,16 @@ class RecordedRun:
         if self.recorder is not None:
             self.recorder.end_step(self.loss, steps_optimizer=True)
 
-    def pausing(self, kind: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Makes a callable one whose time is a checkpoint's or a validation's, not a step's."""
+    def pausing(self, kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A callable whose time is a checkpoint's or a validation's, not a step's."""
 
-        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*args: object, **kwargs: object) -> Any:
-                if self.recorder is None:
-                    return original(*args, **kwargs)
-                pause: AbstractContextManager[None] = getattr(self.recorder, kind)()
-                with pause:
-                    return original(*args, **kwargs)
+        def call(*args: object, **kwargs: object) -> Any:
+            if self.recorder is None:
+                return original(*args, **kwargs)
+            with self.recorder.pause(kind):
+                return original(*args, **kwargs)
 
-            return call
-
-        return wrap
+        return call
 
 
 class Bar:
@@ -101,27 +97,21 @@ class Bar:
     def close(self) -> None: ...
 
 
-def _show(job: RecordedRun) -> Callable[[Any], Any]:
-    def make(their_tqdm: type[Any]) -> Any:
-        def tqdm(steps: Iterable[int], *args: object, initial: int = 0, **kwargs: object) -> Any:
-            bar = Bar(job, steps, initial)
-            return bar if job.recorder is not None else their_tqdm(steps, *args, initial=initial, **kwargs)
+def _show(job: RecordedRun, their_tqdm: type[Any]) -> Any:
+    def tqdm(steps: Iterable[int], *args: object, initial: int = 0, **kwargs: object) -> Any:
+        bar = Bar(job, steps, initial)
+        return bar if job.recorder is not None else their_tqdm(steps, *args, initial=initial, **kwargs)
 
-        return tqdm
-
-    return make
+    return tqdm
 
 
 @contextmanager
 def _recording(job: RecordedRun) -> Iterator[Undo]:
     """Every way out puts back what was replaced and closes the log."""
-    with job.recording.of_run():
+    with job.recording.of_run(), Undo() as undo:
         _recording_now.append(job)
-        try:
-            with Undo() as undo:
-                yield undo
-        finally:
-            _recording_now.remove(job)
+        undo.add(functools.partial(_recording_now.remove, job))
+        yield undo
 
 
 def _record_trainer(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
@@ -137,15 +127,15 @@ def _record_trainer(original: Callable[..., Any], seam: SeamState) -> Callable[.
         describe = functools.partial(run_of_trainer, self, method, arguments["max_steps"], manager)
         job = RecordedRun(describe, lambda: _optimizers(method), seam)
         with _recording(job) as undo:
-            undo.replace(sys.modules[seam.seam.module], "tqdm", _show(job))
+            undo.replace(sys.modules[seam.seam.module], "tqdm", functools.partial(_show, job))
             undo.replace(self.callbacks, "on_training_step_end", functools.partial(_end_step, job))
             for callback in self.callbacks._callbacks.values():
                 if every := validation_interval(callback):
                     undo.replace(callback, "on_validation_begin", functools.partial(_validate, job, every))
             if every := validation_interval_of_method(method):
-                undo.replace(method, "on_validation_begin", functools.partial(_validate_method, job, every))
+                undo.replace(method, "on_validation_begin", functools.partial(_validate, job, every))
             if manager is not None:
-                undo.replace(manager, "save", job.pausing("checkpoint"))
+                undo.replace(manager, "save", functools.partial(job.pausing, "checkpoint"))
             return original(self, *args, **kwargs)
 
     return run
@@ -169,21 +159,12 @@ def _optimizers(method: Any) -> Any:
 
 
 def _validate(job: RecordedRun, every: int, original: Callable[..., Any]) -> Callable[..., Any]:
-    """The callback is asked at each step, and validates at some."""
-    pausing = job.pausing("validation")(original)
+    """The callback is asked at each step, and so is the method itself in 0.2.1; each validates at some."""
+    signature, pausing = inspect.signature(original), job.pausing("validation", original)
 
-    def on_validation_begin(method: Any, iteration: int = 0) -> Any:
-        return (original if iteration % every else pausing)(method, iteration=iteration)
-
-    return on_validation_begin
-
-
-def _validate_method(job: RecordedRun, every: int, original: Callable[..., Any]) -> Callable[..., Any]:
-    """0.2.1 asks the method itself, too, at each step."""
-    pausing = job.pausing("validation")(original)
-
-    def on_validation_begin(iteration: int = 0) -> Any:
-        return (original if iteration % every else pausing)(iteration)
+    def on_validation_begin(*args: object, **kwargs: object) -> Any:
+        iteration = signature.bind(*args, **kwargs).arguments.get("iteration", 0)
+        return (original if iteration % every else pausing)(*args, **kwargs)
 
     return on_validation_begin
 
@@ -198,12 +179,12 @@ def _record_pipeline(original: Callable[..., Any], seam: SeamState) -> Callable[
             return original(self, *args, **kwargs)
         job = RecordedRun(functools.partial(run_of_pipeline, self), lambda: [self.optimizer], seam)
         with _recording(job) as undo:
-            undo.replace(module, "tqdm", _show(job))
+            undo.replace(module, "tqdm", functools.partial(_show, job))
             undo.replace(self, "train_one_step", functools.partial(_one_step, job))
-            undo.replace(self, "_log_validation", job.pausing("validation"))
+            undo.replace(self, "_log_validation", functools.partial(job.pausing, "validation"))
             for name in ("save_checkpoint", "save_distillation_checkpoint"):
                 if hasattr(module, name):
-                    undo.replace(module, name, job.pausing("checkpoint"))
+                    undo.replace(module, name, functools.partial(job.pausing, "checkpoint"))
             return original(self, *args, **kwargs)
 
     return train

@@ -8,13 +8,14 @@ numbers.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wanshim.patching import SeamState
+from wanshim.undo import Undo
 
 if TYPE_CHECKING:
     import torch
@@ -71,12 +72,12 @@ def once(
     called: list[SeamState] = []
 
     def encode_alone() -> Mapping[str, Any]:
-        token = _alone.set(called)
-        try:
-            with _one_tensor_parallel_rank(), _settings_kept(pipeline):
-                return encode()
-        finally:
-            _alone.reset(token)
+        with Undo() as undo, _one_tensor_parallel_rank():
+            undo.add(partial(_alone.reset, _alone.set(called)))
+            # The loader writes the checkpoint's configuration over the encoders' settings. They are part of the key, so
+            # it gets a copy: a rank that encoded and one that waited ask for the same key next time.
+            undo.set(pipeline, {"text_encoder_configs": copy.deepcopy(pipeline.text_encoder_configs)})
+            return encode()
 
     try:
         encoded = encode_once(
@@ -93,18 +94,6 @@ def once(
             for each in (seam, *called):
                 each.pass_by()
     return encoded.tensors
-
-
-@contextmanager
-def _settings_kept(pipeline: Any) -> Iterator[None]:
-    """The loader writes the checkpoint's configuration over the encoders' settings. They are part of the key, so it
-    gets a copy: a rank that encoded and one that waited ask for the same key next time."""
-    own = pipeline.text_encoder_configs
-    pipeline.text_encoder_configs = copy.deepcopy(own)
-    try:
-        yield
-    finally:
-        pipeline.text_encoder_configs = own
 
 
 def read_alone(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:

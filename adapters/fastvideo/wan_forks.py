@@ -5,11 +5,12 @@ Both take and give normalised latents. What else they do around encoder and deco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+
+from wanshim.undo import Undo
 
 if TYPE_CHECKING:
     import torch
@@ -101,23 +102,16 @@ def _cosmos_output(means: torch.Tensor) -> Any:
     return _TensorLatentDist(means)
 
 
-@contextmanager
-def _cosmos_scale_off(vae: Any) -> Iterator[None]:
-    vae._scale = lambda like: _AS_IT_IS
-    try:
-        yield
-    finally:
-        del vae._scale
-
-
 def _cosmos_decode(vae: Any, z: torch.Tensor) -> torch.Tensor:
-    with _cosmos_scale_off(vae):
+    with Undo() as undo:
+        undo.set(vae, {"_scale": lambda like: _AS_IT_IS})
         frames: torch.Tensor = vae.decode(z)
     return frames
 
 
 def _cosmos_encode(vae: Any, video: torch.Tensor) -> torch.Tensor:
-    with _cosmos_scale_off(vae):
+    with Undo() as undo:
+        undo.set(vae, {"_scale": lambda like: _AS_IT_IS})
         means: torch.Tensor = vae.encode(video).mean
     return means
 

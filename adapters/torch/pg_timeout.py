@@ -24,7 +24,7 @@ NEW = "torch.distributed.distributed_c10d:new_group"
 
 
 def _wait_longer(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
-    from wanshim.core.training.process_group import parse_timeout_s, with_timeout
+    from datetime import timedelta  # needed by few: not at activation
 
     name, signature = original.__name__, inspect.signature(original)
 
@@ -32,9 +32,12 @@ def _wait_longer(original: Callable[..., Any], seam: SeamState) -> Callable[...,
         seconds = seam.settings.pg_timeout_s
         if seconds is None or not seam.enter():
             return original(*args, **kwargs)
-        if signature.bind(*args, **kwargs).arguments.get("timeout") is not None:
+        call = signature.bind(*args, **kwargs)
+        if call.arguments.get("timeout") is None:
+            call.arguments["timeout"] = timedelta(seconds=seconds)
+        else:
             seam.fall_back(f"the caller of {name} names a timeout")
-        made = with_timeout(original, parse_timeout_s(seconds))(*args, **kwargs)
+        made = original(*call.args, **call.kwargs)
         _read_back(name, made, seam)
         return made
 
@@ -45,8 +48,6 @@ def _read_back(name: str, made: Any, seam: SeamState) -> None:
     """Put into the report what the group really has, as the group itself says it."""
     import torch.distributed as dist
 
-    from wanshim.core.training.process_group import read_timeouts
-
     group = dist.group.WORLD if made is None else made
     if not isinstance(group, dist.ProcessGroup):
         return  # this rank is no member of the new group
@@ -55,6 +56,21 @@ def _read_back(name: str, made: Any, seam: SeamState) -> None:
     note = f"{name}: the group waits {text}"
     if note not in seam.notes:
         seam.notes.append(note)
+
+
+def read_timeouts(group: Any) -> dict[str, timedelta]:
+    """The timeout of each backend of a process group, as the group itself has it: {"cuda": 0:30:00, ...}."""
+    from datetime import timedelta
+
+    import torch
+
+    timeouts: dict[str, timedelta] = {}
+    for device in group._device_types:
+        options = getattr(group._get_backend(torch.device(device)), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if isinstance(timeout, timedelta):
+            timeouts[device.type] = timeout
+    return timeouts
 
 
 def _seconds(timeout: timedelta) -> str:

@@ -79,7 +79,7 @@ def without_row(known: Matrix, framework: str, version: str | None) -> Matrix:
 
 def judged(framework: Framework, known: Matrix) -> dict[Feature, Verdict]:
     """The features whose row for the installed version rests on code, with its verdict."""
-    row = known.row(framework.name, installed_version(framework) or "")
+    row = known.row(framework.name, installed_version(framework.distribution) or "")
     assert row is not None
     cells = {feature: row.cells.get(feature.ability) for feature in discover().features.values()}
     return {
@@ -142,14 +142,14 @@ class UnlistedCode:
     def test_doctor_without_the_row_gives_its_verdict_from_the_code_alone(
         self, known: Matrix, installed: Framework, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        hidden = without_row(known, installed.name, installed_version(installed))
+        hidden = without_row(known, installed.name, installed_version(installed.distribution))
         monkeypatch.setattr(matrix, "load", lambda: hidden)
         rows = {row.feature: row for row in diagnosis.examine(settings.read(), "none").rows}
         features = judged(installed, known)
         assert features
         for feature, verdict in features.items():
             row = rows[feature.name]
-            assert row.version == installed_version(installed)
+            assert row.version == installed_version(installed.distribution)
             if not row.reason.startswith("calls itself"):  # a commit, which its own row speaks of
                 assert row.verdict == expected_without_row(feature, row.version, verdict).value, row
                 for family in LEFT_OUT_WITHOUT_ITS_ROW.get(feature.name, {}).get(row.version, ()):

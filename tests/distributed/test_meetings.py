@@ -23,7 +23,6 @@ from wanshim.core.resume import ranks as resuming
 from wanshim.core.shared.processes import process, process_state
 from wanshim.core.strategy import Limits, Strategy, TrainingPlan, agree
 from wanshim.core.streaming import allocate, shared_memory, shared_weights
-from wanshim.core.training import output_folder
 
 ABSENT_S, PRESENT_S = 1.0, 60.0
 PLAN = TrainingPlan(strategy=Strategy.RESIDENT, devices=("cpu",), step=None)
@@ -34,9 +33,9 @@ def meetings(rank: int, size: int) -> dict[str, Meet]:
     """Each takes the seconds to wait for the other ranks."""
     ranks, here = resuming.Ranks(), Group.of_job()
 
-    def within(module: Any, meet: Callable[[], Any]) -> Meet:
+    def within(module: Any, meet: Callable[[], Any], limit: str = "WAIT_S") -> Meet:
         def call(seconds: float) -> Any:
-            module.WAIT_S = seconds
+            setattr(module, limit, seconds)
             return meet()
 
         return call
@@ -47,7 +46,7 @@ def meetings(rank: int, size: int) -> dict[str, Meet]:
         "limits": within(agree, lambda: agree.least_of_all(Limits(host=7 - rank)).host),
         "plan": within(agree, lambda: agree.check_alike(PLAN)),
         "facts": within(agree, lambda: agree.gathered({"rank": rank}, "facts")),
-        "output": within(output_folder, lambda: output_folder.of_first_rank(f"of rank {rank}")),
+        "output": within(agree, lambda: agree.output_folders(f"of rank {rank}"), "LOADED_S"),
         "resume": within(resuming, lambda: ranks.gather(rank)),
         "memory": within(shared_memory, lambda: allocate(64, here, "stream_model").leads),
         "weights": within(shared_weights, lambda: len(list(loaded_once(here).parameters()))),
@@ -106,13 +105,12 @@ def test_rank_that_is_not_there_is_named_in_time_and_a_stopped_one_that_goes_on_
             assert seconds < 20 * ABSENT_S, name
         if kind == "SIGSTOP":
             ranks = list(range(size))
-            folder = ("of rank 0", [f"of rank {number}" for number in ranks])
             assert met == {
                 "patch set": None,
                 "limits": 8 - size,
                 "plan": None,
                 "facts": [{"rank": number} for number in ranks],
-                "output": folder,
+                "output": [f"of rank {number}" for number in ranks],
                 "resume": ranks,
                 "memory": rank == 0,
                 "weights": 2,

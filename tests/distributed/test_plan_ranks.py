@@ -7,16 +7,8 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from tests.distributed.decoding.ranks import run_ranks, values
-from wanshim.core.strategy import (
-    KeptOn,
-    Limits,
-    StepSettings,
-    Strategy,
-    TrainingPlan,
-    check_alike,
-    failing_together,
-    least_of_all,
-)
+from wanshim.core.strategy import KeptOn, Limits, Strategy, TrainingPlan, check_alike, failing_together, least_of_all
+from wanshim.core.strategy.candidates import StepSettings
 from wanshim.errors import PlacementInvalid, RanksFailed
 
 

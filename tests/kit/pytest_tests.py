@@ -68,7 +68,7 @@ def _verdicts_here(*features: str) -> dict[str, Verdict | None]:
     verdicts: dict[str, Verdict | None] = dict.fromkeys(features)
     for feature in features:
         framework, ability = feature.split(".", 1)
-        version = installed_version(found.frameworks[framework]) if framework in found.frameworks else None
+        version = installed_version(found.frameworks[framework].distribution) if framework in found.frameworks else None
         row = known.row(framework, version or "")
         if row is not None and ability in row.cells:
             verdicts[feature] = row.cells[ability].verdict

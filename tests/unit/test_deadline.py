@@ -16,7 +16,6 @@ from wanshim.cli.main import app
 from wanshim.core.decoding.call import VaeOptions
 from wanshim.core.encoding import EncodingRequest, encode_once
 from wanshim.core.ranks import agreement
-from wanshim.core.training.process_group import parse_timeout_s
 from wanshim.errors import SettingInvalid
 from wanshim.values import LONGEST_S, checked_seconds
 
@@ -32,7 +31,6 @@ TAKERS: dict[str, Callable[[Any], object]] = {
     "encode_once": encode,
     "decode options": lambda seconds: VaeOptions(deadline=seconds),
     "agreement": lambda seconds: agreement.ensure(timeout_s=seconds),
-    "process group": parse_timeout_s,
     "contract kit": lambda seconds: Contract(feature="a.b", call="c:d", timeout_s=seconds),
 }
 

@@ -82,7 +82,7 @@ def test_worker_started_after_deactivate_is_left_alone(monkeypatch: pytest.Monke
 @WITH_DIFFSYNTH
 def test_child_under_wanshim_run_carries_what_its_parent_was_activated_with() -> None:
     """And a `wanshim run` in between is a new start."""
-    variables = start.environment("all", base={})
+    variables = start.environment("all")
     wanshim.activate(f"none,{FIX}")
     assert selected(LOOK, **variables) == [f"{FIX}:{FIX}"]
     assert "WANSHIM_INHERITED" not in start.environment("all")

@@ -83,7 +83,8 @@ def _sentence(row: DiagnosisRow, result: Diagnosis, everything: bool) -> str:
 def _state(row: DiagnosisRow, result: Diagnosis) -> str:
     """On, off and how to turn it on, or why not."""
     turn_on = "" if result.disabled else f" Turn on: {' or '.join(row.turn_on)}"
-    if row.verdict == "refuse" and row.selected_by is None and _waits_for_its_variable(row):
+    waits_for_its_variable = any(row.reason == f"{typed.partition('=')[0]} is not set" for typed in row.turn_on)
+    if row.verdict == "refuse" and row.selected_by is None and waits_for_its_variable:
         return f"available, off.{turn_on}"
     if row.verdict in AGAINST:
         return sentence(f"{AGAINST[row.verdict]}: {row.reason}")
@@ -98,10 +99,6 @@ def _remark(row: DiagnosisRow) -> str:
     """The remark of a row: its reason without how it was tested."""
     said = [part for part in row.reason.split("; ") if not part.startswith("tested: ")]
     return f" {'; '.join(said)}." if said else ""
-
-
-def _waits_for_its_variable(row: DiagnosisRow) -> bool:
-    return any(row.reason == f"{typed.partition('=')[0]} is not set" for typed in row.turn_on)
 
 
 def _colour(row: DiagnosisRow, result: Diagnosis) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -68,16 +68,6 @@ LAYOUTS = {
 }
 
 
-@dataclass(frozen=True)
-class Work:
-    """The calls to make: each verb with each mode."""
-
-    latent: tuple[int, ...]
-    video: tuple[int, ...]
-    verbs: tuple[str, ...]
-    modes: tuple[str, ...]
-
-
 def warm(*, size: str, vae: str, mode: str | None, dtype: str, decode: bool | None, console: Console) -> None:
     """Learn what `size` needs, with a progress bar.
 
@@ -96,7 +86,7 @@ def warm(*, size: str, vae: str, mode: str | None, dtype: str, decode: bool | No
     if mode is not None:
         _one_of("--mode", mode, MODES)
     verbs = ("decode", "encode") if decode is None else ("decode",) if decode else ("encode",)
-    work = work_of(size, LAYOUTS[vae], verbs, MODES if mode is None else (mode,))
+    shapes = shapes_of(size, LAYOUTS[vae])
     if gpus.in_sight(settings.visible_gpus()) == 0:
         raise WanshimError("no GPU is in sight", expected=NO_GPU)
     import torch
@@ -107,7 +97,7 @@ def warm(*, size: str, vae: str, mode: str | None, dtype: str, decode: bool | No
     device = torch.device("cuda", torch.cuda.current_device())
     _check_that_engines_can_be_kept(device)
     model = make_vae(vae, device, getattr(torch, dtype))
-    learn(model, work, console)
+    learn(model, {verb: shapes[verb] for verb in verbs}, MODES if mode is None else (mode,), console)
     for known in known_engines():
         console.print(str(known), highlight=False, soft_wrap=True)
 
@@ -117,8 +107,8 @@ def _one_of(option: str, value: str, known: Any) -> None:
         raise WanshimError(f"{option} {value}", expected=f"one of {', '.join(known)}")
 
 
-def work_of(size: str, layout: Layout, verbs: tuple[str, ...], modes: tuple[str, ...]) -> Work:
-    """The shapes of latents [1, Z, t, h, w] and videos [1, 3, T, H, W] of a size."""
+def shapes_of(size: str, layout: Layout) -> dict[str, tuple[int, ...]]:
+    """The shapes of latents [1, Z, t, h, w] to decode and videos [1, 3, T, H, W] to encode, of a size."""
     found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", size)
     height, width, frames = map(int, found.groups()) if found else (0, 0, 0)
     if not found or height % layout.factor or width % layout.factor or frames % 4 != 1:
@@ -127,7 +117,7 @@ def work_of(size: str, layout: Layout, verbs: tuple[str, ...], modes: tuple[str,
             expected=f"height x width x frames such as 704x1280x81: multiples of {layout.factor}, and 4n + 1 frames",
         )
     latent = (1, layout.channels, (frames - 1) // 4 + 1, height // layout.factor, width // layout.factor)
-    return Work(latent=latent, video=(1, 3, frames, height, width), verbs=verbs, modes=modes)
+    return {"decode": latent, "encode": (1, 3, frames, height, width)}
 
 
 def _check_that_engines_can_be_kept(device: torch.device) -> None:
@@ -172,23 +162,22 @@ def make_vae(layout: str, device: torch.device, dtype: torch.dtype) -> Any:
     return vae.eval().requires_grad_(False).to(dtype)
 
 
-def learn(vae: Any, work: Work, console: Console) -> None:
-    """Make each call of `work` on random values, until nothing is left to be learned."""
+def learn(vae: Any, shapes: Mapping[str, tuple[int, ...]], modes: Sequence[str], console: Console) -> None:
+    """Call each verb with each mode on random values of its shape, until nothing is left to be learned."""
     import torch
 
     from wanshim.core.decoding import ParallelVae, VaeFallback, VaeOptions, find_binding
 
     parameter = next(vae.parameters())
-    with _bar(console, len(work.verbs) * len(work.modes) * CALLS) as advance:
-        for verb in work.verbs:
+    with _bar(console, len(shapes) * len(modes) * CALLS) as advance:
+        for verb, shape in shapes.items():
             graph = find_binding(vae, verb).graph
-            given = torch.randn(work.latent if verb == "decode" else work.video, device="cpu")
-            given = given.clamp_(-1, 1).to(parameter.device, parameter.dtype)
-            for mode in work.modes:
+            given = torch.randn(shape, device="cpu").clamp_(-1, 1).to(parameter.device, parameter.dtype)
+            for mode in modes:
                 options = VaeOptions(strict=mode == "strict")
                 ahead = ParallelVae(graph, None, options).operators
-                for shape in (given.shape, None):  # and usual sizes
-                    ahead.wait_for_kernels(shape)
+                for size in (given.shape, None):  # and usual sizes
+                    ahead.wait_for_kernels(size)
                 parallel = ParallelVae(graph, None, options, learning=None)
                 try:
                     for _ in range(CALLS):

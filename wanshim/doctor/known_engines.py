@@ -7,11 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 from wanshim.core.shared import gpus
 from wanshim.core.shared.files import NotOwn, engine_folder, read_file
+from wanshim.select.decision import installed_version
 
 CUDNN = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")  # what torch's wheels bring
 FRONTEND = "nvidia-cudnn-frontend"  # without it no engine is timed
@@ -63,11 +63,7 @@ def unlearned(known: Sequence[KnownEngines]) -> tuple[str, ...]:
 
 
 def has_frontend() -> bool:
-    try:
-        metadata.version(FRONTEND)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+    return installed_version(FRONTEND) is not None
 
 
 def without_frontend() -> tuple[str, ...]:
@@ -118,9 +114,5 @@ def cudnn_text(version: int) -> str:
 
 def installed_cudnn() -> str | None:
     """The version that torch's wheel brought; None where it came another way."""
-    for name in CUDNN:
-        try:
-            return ".".join(metadata.version(name).split(".")[:3])
-        except metadata.PackageNotFoundError:
-            continue
-    return None
+    found = next(filter(None, map(installed_version, CUDNN)), None)
+    return None if found is None else ".".join(found.split(".")[:3])

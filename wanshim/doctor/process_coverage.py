@@ -8,13 +8,14 @@ import stat
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib import metadata, util
+from importlib import util
 from pathlib import Path
 
 from packaging.version import Version
 
 from wanshim import settings
 from wanshim.patching.probe import SourceTree
+from wanshim.select.decision import installed_version
 
 PLUGIN = "wanshim"  # the entry point's name in both groups, which VLLM_PLUGINS goes by
 STAGE_PROCESS = "vllm_omni.diffusion.stage_diffusion_proc"
@@ -53,12 +54,8 @@ def findings(environment: Environment | None = None) -> tuple[Finding, ...]:
 
 def here() -> Environment:
     """This environment. Nothing is imported; sources are read as text."""
-    versions = {}
-    for name in ("vllm", "vllm_omni"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+    found = {name: installed_version(name) for name in ("vllm", "vllm_omni")}
+    versions = {name: version for name, version in found.items() if version is not None}
     own = Path(__file__).resolve()
     return Environment(
         variables=settings.foreign(),

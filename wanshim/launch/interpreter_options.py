@@ -36,11 +36,6 @@ def skipping_option(arguments: Sequence[str]) -> str:
     return ""
 
 
-def _first_line(program: str) -> list[str]:
-    """The words behind a script's #!, which name its interpreter."""
-    return _shebang(program)[2:].split()
-
-
 def _shebang(program: str) -> str:
     """A script's first line, from #! on; "" of another file."""
     try:
@@ -53,7 +48,8 @@ def _shebang(program: str) -> str:
 
 def is_shell(program: str) -> bool:
     """Whether it is a shell, or a script for one."""
-    return any(Path(word).name in SHELLS for word in (program, *_first_line(program)))
+    interpreter = _shebang(program)[2:].split()
+    return any(Path(word).name in SHELLS for word in (program, *interpreter))
 
 
 def is_python(program: str) -> bool:

@@ -20,7 +20,6 @@ def environment(
     gpus: int | None = None,
     generate: int | None = None,
     fast: bool = False,
-    base: dict[str, str] | None = None,
 ) -> dict[str, str]:
     """The variables that make every Python child activate wanshim: our folder first on PYTHONPATH.
 
@@ -30,9 +29,8 @@ def environment(
         gpus: that the training is planned for; 1: one process, by a plan for one GPU; None: it is not asked for here.
         generate: over how many GPUs the pipeline of one process goes.
         fast: sets WANSHIM_FAST: all that is faster and changes bits.
-        base: the variables to begin with; default: this process's.
     """
-    result = dict(os.environ if base is None else base)
+    result = dict(os.environ)
     # An empty part means the current folder: it is kept, unless the whole variable is empty.
     rest = result["PYTHONPATH"].split(os.pathsep) if result.get("PYTHONPATH") else []
     result["PYTHONPATH"] = os.pathsep.join([str(BOOT), *(part for part in rest if part != str(BOOT))])

@@ -58,12 +58,7 @@ class Curve:
         Args:
             columns: those to give beside x; all by default.
         """
-        x = self._data["x"]
-        begin = len(x)
-        while begin and x[begin - 1] > after:
-            begin -= 1
-        if after < 0:
-            begin = 0
+        begin = bisect_right(self._data["x"], after) if after >= 0 else 0
         chosen = self._choose(begin, most)
         names = ("x", *(self.columns if columns is None else columns))
         return {name: [_plain(self._data[name][i]) for i in chosen] for name in names}

@@ -83,7 +83,15 @@ def make_app(
         WanshimError: another address than this machine's own without a token, or a token that is too short.
     """
     check_token(token, host)
-    app = Starlette(routes=_routes(), middleware=[Middleware(_Guard)], lifespan=_watch)
+    routes = [
+        Route("/", _page),
+        Route("/api/runs", _runs),
+        Route("/api/runs/{run}/history", _history),
+        Route("/api/training/status", _training_status),
+        Route("/api/events", _Events()),
+        Mount("/static", StaticFiles(directory=STATIC)),
+    ]
+    app = Starlette(routes=routes, middleware=[Middleware(_Guard)], lifespan=_watch)
     app.router.redirect_slashes = False  # to an address made from the Host header
     app.state.folder, app.state.patience, app.state.token = folder, patience, token
     app.state.statuses, app.state.answer, app.state.streams = [], "{}", 0
@@ -102,17 +110,6 @@ def check_token(token: str | None, host: str) -> None:
         )
     if token is not None and (len(token) < LEAST_TOKEN or not token.isascii()):
         raise WanshimError(f"a token of {len(token)} characters", expected=f"{LEAST_TOKEN} or more, plain ASCII")
-
-
-def _routes() -> list[Any]:
-    return [
-        Route("/", _page),
-        Route("/api/runs", _runs),
-        Route("/api/runs/{run}/history", _history),
-        Route("/api/training/status", _training_status),
-        Route("/api/events", _Events()),
-        Mount("/static", StaticFiles(directory=STATIC)),
-    ]
 
 
 @asynccontextmanager

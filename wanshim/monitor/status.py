@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from wanshim.monitor.health import Patience, Problem, named, problems
@@ -133,10 +132,3 @@ def history(run: RunLog, most: int = 2000, after: float = -1.0) -> dict[str, Any
             for log in shown
         ],
     }
-
-
-def folder_of(path: Path) -> RunFolder:
-    """The runs below `path`, read to the end once."""
-    folder = RunFolder(path)
-    folder.update_fully()
-    return folder

@@ -39,11 +39,11 @@ class Decision:
         return self.verdict in (Verdict.PATCH, Verdict.UNKNOWN)
 
 
-def installed_version(framework: Framework) -> str | None:
+def installed_version(distribution: str) -> str | None:
     from importlib.metadata import PackageNotFoundError, version
 
     try:
-        return version(framework.distribution)
+        return version(distribution)
     except PackageNotFoundError:
         return None
 
@@ -64,7 +64,7 @@ def decide(
     if framework.name not in sources:
         sources[framework.name] = SourceTree.of_installed(framework.name)
     source = sources[framework.name]
-    version = installed_version(framework)
+    version = installed_version(framework.distribution)
     if source.root is None:
         return Decision(Verdict.ABSENT, f"no package {framework.name} is installed here", version=version)
     found = source.fingerprints(feature.targets)

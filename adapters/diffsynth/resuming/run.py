@@ -438,7 +438,7 @@ class ResumableRun:
         }
 
     def _set_sampler(self, saved: dict[str, Any]) -> None:
-        self._shuffled.set_held(saved["random"])
+        self._shuffled.set(saved["random"])
         if saved["seed"] is not None:
             self._shuffle().initial_seed = saved["seed"]
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from wanshim.adapters.diffsynth.encode_cache import ENGINES
 from wanshim.adapters.diffsynth.splitting.load import devices_of, trains_on_one_device
 from wanshim.undo import Undo
 
@@ -31,18 +32,14 @@ def over_processes(original: Callable[..., Any], seam: SeamState) -> Callable[..
 
         with Undo() as undo:
             undo.add(model.register_forward_hook(count).remove)
-            if seam.settings.plan is not None and not _is_engine(accelerator):
+            # a forward of an engine communicates, so that each process needs as many samples as the others
+            if seam.settings.plan is not None and accelerator.distributed_type.value not in ENGINES:
                 _give_each_sample_once(accelerator, undo)
             result = original(*args, **kwargs)
         _report(seam, accelerator, samples, encoded)
         return result
 
     return launch
-
-
-def _is_engine(accelerator: Any) -> bool:
-    """Whether a forward communicates, so that each process needs as many samples as the others."""
-    return accelerator.distributed_type.value in ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 
 
 def _give_each_sample_once(accelerator: Any, undo: Undo) -> None:

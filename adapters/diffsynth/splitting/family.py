@@ -65,7 +65,8 @@ class Denoising:
     Args:
         pipeline: the class, by module and name.
         function: the function that its loop calls as `model_fn`, by module and name.
-        same, empty, few, count, blocks: as in `wanshim.core.generation.Forward`; functions of a module file.
+        same, empty, few, count, blocks: as in `wanshim.core.generation.Forward`; functions of a module file. Without
+            `few` and `count` the argument `same` has latents of five dimensions.
         refusal: of a pipeline: what it computes that no worker would, or None.
     """
 
@@ -73,9 +74,9 @@ class Denoising:
     function: str
     same: str
     empty: Callable[..., Any]
-    few: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]
-    count: Callable[[tuple[Any, ...], dict[str, Any]], int]
     blocks: Callable[..., list[BlockList]]
+    few: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Any]] | None = None
+    count: Callable[[tuple[Any, ...], dict[str, Any]], int] | None = None
     refusal: Callable[[Any], str | None] = lambda pipe: None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from wanshim.adapters.diffsynth import compiled_blocks, eight_bit_compute, kept_attention, kept_blocks
+from wanshim.adapters.diffsynth import compiled_blocks, eight_bit_compute, kept_attention, kept_blocks, vram
 from wanshim.adapters.diffsynth.checkpoint_offload import offload_asked
 from wanshim.adapters.diffsynth.splitting import refusals, side_models
 from wanshim.adapters.diffsynth.splitting.micro_batch import is_chunkable, known_family, micro_batch
@@ -117,8 +117,8 @@ def read_job(
 
 def _is_low_precision(pipe: Any, read: Settings) -> bool:
     """Whether the base is stored in fewer bits than it is computed in."""
-    own = (getattr(pipe.dit, name, None) for name in ("quantize_config", "vram_management_enabled"))
-    return read.base is not None or any(own)
+    is_quantized = getattr(pipe.dit, "quantize_config", None) is not None
+    return read.base is not None or is_quantized or vram.is_managed(pipe.dit)
 
 
 def _request(call: TrainingCall, read: Settings, *, planned: bool, keeps: bool) -> Request:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -243,7 +242,7 @@ def _refused(call: TrainingCall, read: Settings, on: Mapping[str, SeamState], pl
             variable = read.sources.get(step.setting, step.setting)
             if step.required or read.insists_on(step.setting):
                 raise FeatureUnavailable(f"{variable} is unavailable here: {reason}", hint=f"Unset {variable}")
-            _warn_of(step, reason)
+            step.warn(reason)
             found[step.without] = reason
     return found
 
@@ -275,12 +274,8 @@ def _left_out(job: TrainingJob, plan: TrainingPlan) -> dict[str, str]:
     reason = f"the step does not fit with it, and {FAST} asks for what is available"
     left = [step for step in STEPS if step.feature in job.request.block_changes.keys() - plan.block_changes.keys()]
     for step in left:
-        _warn_of(step, reason)
+        step.warn(reason)
     return {step.without: reason for step in left}
-
-
-def _warn_of(step: Step, reason: str) -> None:
-    logging.getLogger("wanshim").warning("wanshim: %s: %s: %s", step.feature, step.without, reason)
 
 
 # Whether devices and processes are wanshim's to plan

@@ -65,10 +65,13 @@ def load_to_host(original: Callable[..., Any], seam: SeamState) -> Callable[...,
             return original(self, config, path, vram_config, *args, **kwargs)
         seam.pass_by()  # whether it has an effect shows when the pipeline is split
         read = seam.settings
-        _check_sharded(config, read)
+        family = next((family for family in FAMILIES if config["model_class"] in family.split_classes), None)
+        if family is not None:
+            _check_sharded(config, family, read)
         if config["model_class"] not in _host_first.get() or low_precision.options_refusal(kwargs.get("quantize")):
             return original(self, config, path, vram_config, *args, **kwargs)
-        _check_weights(config["model_class"], path, vram_config, kwargs.get("quantize"), read, seam.notes.append)
+        if family is not None:
+            _check_weights(family, path, vram_config, kwargs.get("quantize"), read, seam.notes.append)
         on_host = low_precision.load_on_host(vram_config)
 
         def load() -> Any:
@@ -84,7 +87,8 @@ def load_to_host(original: Callable[..., Any], seam: SeamState) -> Callable[...,
         else:
             given = [vram_config["offload_dtype"], kwargs.get("quantize"), kwargs.get("state_dict"), *args[1:]]
             share = "state_dict" in signature.parameters and given.count(None) == len(given)
-            _check_host_memory(config["model_class"], path, vram_config, host, copies=2 if share else host.size)
+            if family is not None:
+                _check_host_memory(family, path, vram_config, host, copies=2 if share else host.size)
             model, reason = load_once(host, load, load_from) if share else (load(), UNSHARED)
             seam.notes.append(_shared_or_not(config["model_class"], host.size, reason))
         low_precision.remember(model, vram_config)
@@ -101,12 +105,11 @@ def _shared_or_not(model_class: str, ranks: int, reason: str) -> str:
 
 
 def _check_host_memory(
-    model_class: str, path: str | list[str], vram_config: Mapping[str, Any], host: Group, *, copies: int
+    family: Family, path: str | list[str], vram_config: Mapping[str, Any], host: Group, *, copies: int
 ) -> None:
     """Refuse a model before it is loaded, if host memory cannot hold so many copies of its weights; on the first rank
     of the host, before another has loaded its own."""
-    family = next((family for family in FAMILIES if model_class in family.split_classes), None)
-    header = read_header(_paths(path), family.blocks) if family is not None and host.rank == 0 else None
+    header = read_header(_paths(path), family.blocks) if host.rank == 0 else None
     available = available_bytes()
     if header is None or not available:
         return
@@ -125,12 +128,11 @@ def _paths(path: str | list[str]) -> list[Path]:
     return [Path(part) for part in (path if isinstance(path, list | tuple) else [path])]
 
 
-def _check_sharded(config: Mapping[str, Any], read: Settings) -> None:
+def _check_sharded(config: Mapping[str, Any], family: Family, read: Settings) -> None:
     """Refuse a DiT before it is loaded, if its tokens are not sharded, or there are more ranks than the attention heads
     that its configuration names."""
     model_class = config["model_class"]
-    family = next((family for family in FAMILIES if model_class in family.split_classes), None)
-    if family is None or read.plan_name != "sequence":
+    if read.plan_name != "sequence":
         return
     heads = config.get("extra_kwargs", {}).get(family.num_heads_argument)
     if model_class not in family.sharded_classes:
@@ -142,7 +144,7 @@ def _check_sharded(config: Mapping[str, Any], read: Settings) -> None:
 
 
 def _check_weights(
-    model_class: str,
+    family: Family,
     path: str | list[str],
     vram_config: Mapping[str, Any],
     quantize: Any,
@@ -151,8 +153,7 @@ def _check_weights(
 ) -> None:
     """Refuse a DiT before it is loaded, if the weights alone would not fit where they are to go."""
     devices = devices_of(read)
-    family = next((family for family in FAMILIES if model_class in family.split_classes), None)
-    if family is None or len(devices) < 2 or trains_on_one_device(read):
+    if len(devices) < 2 or trains_on_one_device(read):
         return
 
     check_devices(devices)

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from wanshim.adapters.diffsynth import fp8_lora
+from wanshim.adapters.diffsynth import fp8_lora, vram
 from wanshim.core.model_split.quantize import quantized_names
 from wanshim.errors import FeatureUnavailable
 
@@ -36,7 +35,8 @@ BACKEND_REFUSALS = {
 
 def refusal(dit: torch.nn.Module) -> str | None:
     """Why a DiT with this low-precision base is not split, or None."""
-    if "disk" in _wrapper_devices(dit):
+    devices = {str(vars(wrapper).get(name)) for wrapper in vram.wrappers(dit) for name in DEVICES}
+    if "disk" in devices:
         return "--offload_models: DiffSynth reads its weights from disk in every forward, and no LoRA trains on them"
     return options_refusal(getattr(dit, "quantize_config", None))
 
@@ -101,19 +101,19 @@ def load_on_host(vram_config: Mapping[str, Any]) -> dict[str, Any]:
 
 def remember(model: torch.nn.Module, vram_config: Mapping[str, Any]) -> None:
     """Keep what a managed model was to get, in case it is not split after all."""
-    if getattr(model, "vram_management_enabled", False):
+    if vram.is_managed(model):
         vars(model)[_ASKED] = {name: vram_config[name] for name in DEVICES}
 
 
 def place_as_asked(model: torch.nn.Module, device: torch.device | str) -> None:
     """A model that was held back on the host and is not split goes where it would have been."""
-    if not getattr(model, "vram_management_enabled", False):
+    if not vram.is_managed(model):
         model.to(device)
         return
     asked = vars(model).pop(_ASKED, None)
     if asked is None or "disk" in asked.values():
         return
-    for wrapper in _wrappers(model):
+    for wrapper in vram.wrappers(model):
         vars(wrapper).update(asked)
     model.to(asked["offload_device"])
 
@@ -123,7 +123,7 @@ def place_wrappers(handle: SplitHandle) -> int:
     wrappers."""
     count = 0
     for module, device in handle.placed:
-        if isinstance(module, _wrapper_class()):
+        if vram.is_wrapper(module):
             places: dict[str, Any] = {**dict.fromkeys(DEVICES, device), "computation_device_type": device.type}
             handle.undo.set(module, {name: place for name, place in places.items() if name in vars(module)})
             handle.undo.set(module, dict(_sharing_what_trains(module)))
@@ -141,20 +141,4 @@ def _sharing_what_trains(wrapper: object) -> Iterator[tuple[str, Any]]:
     if type(wrapper).__name__ == "AutoWrappedModule" and is_wrappers_own("cast_to"):
         yield "cast_to", fp8_lora.cast_sharing_what_trains
     if is_wrappers_own("_copy_with_shared_children"):
-        yield "_copy_with_shared_children", partial(fp8_lora.copy_sharing_what_trains, _wrapper_class())
-
-
-def _wrapper_class() -> type[Any]:
-    from diffsynth.core.vram.layers import AutoTorchModule
-
-    return AutoTorchModule  # type: ignore[no-any-return]
-
-
-def _wrappers(model: torch.nn.Module) -> list[Any]:
-    if not getattr(model, "vram_management_enabled", False):
-        return []
-    return [module for module in model.modules() if isinstance(module, _wrapper_class())]
-
-
-def _wrapper_devices(model: torch.nn.Module) -> set[str]:
-    return {str(vars(wrapper).get(name)) for wrapper in _wrappers(model) for name in DEVICES}
+        yield "_copy_with_shared_children", fp8_lora.copy_sharing_what_trains

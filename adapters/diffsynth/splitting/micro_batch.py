@@ -84,24 +84,20 @@ def chunk_rope(tokens: int, undo: Undo) -> None:
     undo.replace(wan_video_dit, "rope_apply", lambda original: chunk_rotary(original, tokens))
 
 
-def chunk_blocks(dit: Any, tokens: int, undo: Undo) -> str:
-    """All blocks in chunks, until `undo` is removed; the statement for the user."""
-    family = family_of(dit)
+def apply(run: Run, row: Row) -> None:
+    """Run the blocks in the chunks of the plan until the run ends."""
+    family = family_of(run.call.dit)
     assert family is not None  # or it had been refused
-    for block in dit_blocks(dit):
-        chunk_block(block, tokens, undo, family.chunked)
-    chunk_rope(tokens, undo)
-    return (
+    assert run.plan.step is not None  # or it had no chunks
+    assert run.plan.step.chunk is not None
+    tokens = run.plan.step.chunk
+    for block in dit_blocks(run.call.dit):
+        chunk_block(block, tokens, run.undo, family.chunked)
+    chunk_rope(tokens, run.undo)
+    row.report(
         f"rotary embedding, norms and feed-forward network in chunks of {tokens} tokens: the first two bit for bit, "
         "the last equal up to the order of summation (WANSHIM_CHUNK)"
     )
-
-
-def apply(run: Run, row: Row) -> None:
-    """Run the blocks in the chunks of the plan until the run ends."""
-    assert run.plan.step is not None  # or it had no chunks
-    assert run.plan.step.chunk is not None
-    row.report(chunk_blocks(run.call.dit, run.plan.step.chunk, run.undo))
 
 
 def refusal(call: TrainingCall, read: Settings) -> str | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth.splitting.load import trains_on_one_device
 from wanshim.adapters.diffsynth.splitting.refusals import ranks_here
-from wanshim.adapters.diffsynth.training_road import MODEL_SPLIT, takes_road, watch_steps
+from wanshim.adapters.diffsynth.training_road import MODEL_SPLIT, take_road, watch_steps
 from wanshim.errors import FeatureUnavailable
 from wanshim.undo import Undo
 
@@ -32,7 +32,7 @@ def with_plan(original: Callable[..., Any], seam: SeamState) -> Callable[..., An
     has the plan that the settings ask for."""
     why = "an optimizer steps outside of DiffSynth's launch_training_task"
     watch_steps(seam, lambda: not _planned and _say_without_plan(seam, why))
-    return takes_road(MODEL_SPLIT)(original, seam)
+    return take_road(MODEL_SPLIT, original, seam)
 
 
 def without_plan(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:

@@ -31,9 +31,7 @@ IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's: what DDP neither sends
 def keep_out_of_ddp(model: torch.nn.Module, names: Sequence[str], undo: Undo) -> None:
     """DDP sends every parameter and buffer of `model` round when it is made, but not these, until `undo` ends."""
     if names:
-        had = list(vars(model).get(IGNORED, ()))
-        vars(model)[IGNORED] = [*had, *names]
-        undo.add(lambda: vars(model).update({IGNORED: had}))
+        undo.set(model, {IGNORED: [*vars(model).get(IGNORED, ()), *names]})
 
 
 def after_prepare(accelerator: Any, undo: Undo, act: Callable[[Any], object]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from wanshim.adapters.diffsynth import vram
 from wanshim.adapters.diffsynth.splitting import flux2, low_precision, minimax_h3, wan
 from wanshim.adapters.diffsynth.splitting.family import Family, class_of, part_of
 from wanshim.adapters.diffsynth.training_road import Report, TrainingCall
@@ -152,7 +153,7 @@ def stream_refusal(call: TrainingCall, read: Settings) -> str | None:
         return f"{owner} computes a block's work from its children, past the hook that brings the block's weights"
     if read.base is not None:
         return "WANSHIM_BASE: a quantised weight is more than the bytes that are streamed"
-    if getattr(pipe.dit, "vram_management_enabled", False):
+    if vram.is_managed(pipe.dit):
         return "--fp8_models and --offload_models move the weights themselves"
     if getattr(pipe.dit, "quantize_config", None) is not None:
         return "--quant_options: a quantised weight is more than the bytes that are streamed"

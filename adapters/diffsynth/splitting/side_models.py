@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from wanshim.adapters.diffsynth import vram
 from wanshim.adapters.diffsynth.splitting.refusals import family_of
 from wanshim.adapters.diffsynth.training_road import Row, Run
 from wanshim.core.model_split import split_of
@@ -30,7 +31,7 @@ def side_models_of(pipe: Any) -> dict[str, Any]:
 
 def is_movable(model: torch.nn.Module) -> bool:
     """Whether a side model can leave: it is not pinned, nobody else moves its weights, and they are plain tensors."""
-    return "_apply" not in vars(model) and not getattr(model, "vram_management_enabled", False) and can_visit(model)
+    return "_apply" not in vars(model) and not vram.is_managed(model) and can_visit(model)
 
 
 def describe(pipe: Any) -> dict[str, SideModel]:
@@ -43,7 +44,7 @@ def describe(pipe: Any) -> dict[str, SideModel]:
 
 def is_elsewhere(model: torch.nn.Module) -> bool:
     """Whether a model of the pipeline takes no memory of the first device for good."""
-    return bool(getattr(model, "vram_management_enabled", False)) or moved_to(model) is not None
+    return vram.is_managed(model) or moved_to(model) is not None
 
 
 def moved_bytes(pipe: torch.nn.Module) -> dict[str, int]:

@@ -67,19 +67,6 @@ def empty_result(*, latents: torch.Tensor, context: torch.Tensor, **_: Any) -> t
     return latents.new_empty((context.size(0), *latents.shape[1:]))
 
 
-def few_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Arguments of `model_fn_wan_video` with few tokens."""
-    from wanshim.core import generation  # which imports Triton
-
-    return generation.few_tokens("latents", args, kwargs)
-
-
-def count_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    from wanshim.core import generation
-
-    return generation.count_tokens("latents", args, kwargs)
-
-
 def music_refusal(pipe: Any) -> str | None:
     dances = hasattr(pipe.dit, "music_injector") or hasattr(pipe.dit, "music_encoder")
     return "WanToDance writes the music into its DiT in each forward" if dances else None
@@ -108,8 +95,6 @@ FAMILY = Family(
         function="diffsynth.pipelines.wan_video:model_fn_wan_video",
         same="latents",
         empty=empty_result,
-        few=few_tokens,
-        count=count_tokens,
         blocks=blocks_of,
         refusal=music_refusal,
     ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,6 @@ from accelerate import Accelerator
 from diffsynth.diffusion import runner
 
 import wanshim
-import wanshim.core.strategy
 from tests.contract.diffsynth import variants, video_job
 from tests.contract.diffsynth.training import Logger, Samples, Training
 from tests.contract.diffsynth.variant_steps import step
@@ -22,12 +20,12 @@ from wanshim import settings
 from wanshim.adapters.diffsynth import checkpoint_offload
 from wanshim.adapters.diffsynth.checkpoint_offload import offload_checkpoints
 from wanshim.adapters.diffsynth.training_road import Row, TrainingCall
+from wanshim.core.strategy import predict
 from wanshim.errors import FeatureUnavailable, PlacementInvalid, WanshimError
 from wanshim.undo import Undo
 
 FEATURE = "diffsynth.checkpoint_offload"
 SPLIT = "diffsynth.model_split"
-PREDICT = sys.modules["wanshim.core.strategy.predict"]  # the package has a function of that name
 ORIGINALS = (torch.autograd.graph.save_on_cpu, torch.utils.checkpoint.checkpoint)
 
 
@@ -129,7 +127,7 @@ def _noting(seen: list[Any], original: Any) -> Any:
 def test_split_offloads_by_itself_where_it_would_not_fit_and_cuts_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PREDICT, "OFFLOADED_WINDOW", 1)
+    monkeypatch.setattr(predict, "OFFLOADED_WINDOW", 1)
     expected, _ = video_job.train(tmp_path / "plain")
     monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
     wanshim.activate(f"none,{SPLIT}")
@@ -142,7 +140,7 @@ def test_split_offloads_by_itself_where_it_would_not_fit_and_cuts_nothing(
 
 
 def test_refusal_names_offload_where_it_is_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PREDICT, "OFFLOADED_WINDOW", 1)
+    monkeypatch.setattr(predict, "OFFLOADED_WINDOW", 1)
     for name, value in {"DEVICES": "cpu,cpu", "OFFLOAD": "off", "CHUNK": "off"}.items():
         monkeypatch.setenv(f"WANSHIM_{name}", value)
     wanshim.activate(f"none,{SPLIT}")

@@ -27,7 +27,8 @@ from tests.contract.diffsynth.faulty_loop import Tensors, install_faulty_loop, s
 from tests.contract.diffsynth.training import FEATURE as SPLIT
 from tests.contract.diffsynth.training import Logger, Samples, Training
 from wanshim.adapters.diffsynth import FRAMEWORK
-from wanshim.adapters.diffsynth.gradient_accumulation import FEATURE, LOOP
+from wanshim.adapters.diffsynth.gradient_accumulation import FEATURE
+from wanshim.adapters.diffsynth.training_road import LAUNCHER
 from wanshim.core.pipeline import Pipeline
 from wanshim.patching import SourceTree
 from wanshim.patching.verdict import Verdict
@@ -299,7 +300,7 @@ def judged(source: SourceTree) -> Any:
 
 def test_judge_tells_the_fault_from_the_right_loop_by_the_source_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     faulty, right = source_with(faulty=True), source_with(faulty=False)
-    gone = replace(faulty, _trees={LOOP.split(":")[0]: None})
+    gone = replace(faulty, _trees={LAUNCHER.split(":")[0]: None})
     assert judged(SourceTree.of_installed("diffsynth")).verdict is (Verdict.PATCH if HAS_FAULT else Verdict.NATIVE)
     assert [judged(source).verdict for source in (faulty, right, gone)] == [
         Verdict.PATCH, Verdict.NATIVE, Verdict.ABSENT,
@@ -320,7 +321,7 @@ def test_judge_tells_the_fault_from_the_right_loop_by_the_source_alone(monkeypat
 )
 def test_judge_leaves_a_loop_it_does_not_know_to_the_fingerprints(loop: str) -> None:
     text = f"def launch_training_task():\n with accelerator.accumulate(model):\n  {loop}\n"
-    source = replace(SourceTree.of_installed("diffsynth"), _trees={LOOP.split(":")[0]: ast.parse(text)})
+    source = replace(SourceTree.of_installed("diffsynth"), _trees={LAUNCHER.split(":")[0]: ast.parse(text)})
     assert judged(source) is None
 
 

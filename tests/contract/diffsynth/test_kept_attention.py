@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -31,12 +30,12 @@ from wanshim.adapters.diffsynth.kept_blocks import refusal as refusal_of_blocks
 from wanshim.adapters.diffsynth.splitting import job, launch
 from wanshim.adapters.diffsynth.training_road import Row, TrainingCall
 from wanshim.core.model_split.quantize import quantize_base
-from wanshim.core.strategy import KeptOn, StepSettings, Strategy, TrainingPlan
+from wanshim.core.strategy import KeptOn, Strategy, TrainingPlan, predict
+from wanshim.core.strategy.candidates import StepSettings
 from wanshim.errors import FeatureUnavailable, PlacementInvalid
 from wanshim.undo import Undo
 
 FEATURE, SPLIT = "diffsynth.kept_attention", "diffsynth.model_split"
-PREDICT = sys.modules["wanshim.core.strategy.predict"]  # the package has a function of that name
 CHECKPOINT = torch.utils.checkpoint.checkpoint
 
 
@@ -230,7 +229,7 @@ def place(plan: TrainingPlan) -> KeptOn | None:
 def test_attention_is_kept_where_the_predicted_step_leaves_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over: dict[str, str]
 ) -> None:
-    monkeypatch.setattr(PREDICT, "OFFLOADED_WINDOW", 1)
+    monkeypatch.setattr(predict, "OFFLOADED_WINDOW", 1)
     kept, expected = planned(tmp_path / "kept", monkeypatch, **over)
     most = max(peak.total for peak in kept.peaks)
     assert place(kept) is KeptOn.DEVICE
@@ -251,7 +250,7 @@ def test_attention_is_kept_where_the_predicted_step_leaves_room(
 
 @pytest.mark.slow
 def test_auto_uses_host_memory_where_the_user_offloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PREDICT, "OFFLOADED_WINDOW", 1)
+    monkeypatch.setattr(predict, "OFFLOADED_WINDOW", 1)
     over = {"DEVICES": "cpu,cpu", "OFFLOAD": "on"}
     kept, expected = planned(tmp_path / "kept", monkeypatch, **over)
     assert place(kept) is KeptOn.DEVICE

@@ -55,7 +55,7 @@ def test_planned_run_of_one_gpu_keeps_blocks_on_a_large_card_and_streams_on_a_sm
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`wanshim run --gpus 1`, by the variables that it sets."""
-    for name, value in start.environment(gpus=1, base={}).items():
+    for name, value in start.environment(gpus=1).items():
         if name in ("WANSHIM_PLAN", "WANSHIM_DEVICES"):
             monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)  # three more, which the plan leaves alone

@@ -14,6 +14,7 @@ from diffsynth.diffusion import ModelLogger
 
 import wanshim
 from tests.contract.diffsynth import jobs, progress_job
+from tests.unit.monitor.logs import folder_of
 from wanshim.core.training.progress_log import run_folder
 from wanshim.demo import wan_checkpoint
 from wanshim.monitor import status
@@ -69,7 +70,7 @@ def test_run_ends_at_100_percent_with_the_totals_that_happened(
 
 def assert_finished_at(run: Path, micro: int, optimizer: int) -> dict[str, Any]:
     """The run's status says it made these steps and all of them, and its ETA at half-way was right."""
-    found = status.of_folder(status.folder_of(run.parent), Patience())[0]
+    found = status.of_folder(folder_of(run.parent), Patience())[0]
     assert (found["state"], found["progress_percent"]) == ("finished", 100)
     assert (found["current_step"], found["total_steps"]) == (micro, micro)
     assert (found["optimizer_step"], found["total_optimizer_steps"]) == (optimizer, optimizer)
@@ -168,7 +169,7 @@ def test_training_that_fails_is_logged_as_failed_and_raises_what_it_raised(job: 
     assert runner.tqdm is bar
     assert job.records()[-1]["state"] == "failed"
     assert job.records()[-1]["error"] == "MemoryError: no room"
-    run = status.of_folder(status.folder_of(job.output / "training_logs"), Patience())[0]
+    run = status.of_folder(folder_of(job.output / "training_logs"), Patience())[0]
     assert run["state"] == "failed"
     assert run["current_step"] == 2
 
@@ -179,7 +180,7 @@ def test_second_attempt_continues_the_log(job: Job) -> None:
     job.train()
     job.train()
     assert [r["event"] for r in job.records() if r.get("event") in ("start", "end")] == ["start", "end"] * 2
-    run = status.of_folder(status.folder_of(job.output / "training_logs"), Patience())[0]
+    run = status.of_folder(folder_of(job.output / "training_logs"), Patience())[0]
     assert (run["attempt"], run["current_step"], run["progress_percent"]) == (2, 3, 100)
 
 
@@ -188,7 +189,7 @@ def test_nan_loss_is_logged_and_seen(job: Job) -> None:
     wanshim.activate(f"none,{FEATURE}")
     job.train(samples=3, nan_at=3)
     assert [r["loss"] for r in job.records() if "event" not in r][-1] == "nan"
-    run = status.of_folder(status.folder_of(job.output / "training_logs"), Patience())[0]
+    run = status.of_folder(folder_of(job.output / "training_logs"), Patience())[0]
     assert [problem["kind"] for problem in run["problems"]] == ["nan"]
 
 

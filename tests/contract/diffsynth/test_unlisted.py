@@ -24,7 +24,7 @@ class TestUnlistedDiffSynth(UnlistedCode):
     framework = "diffsynth"
 
     def test_every_ability_is_recognised_without_the_row(self, known: Matrix, source: SourceTree) -> None:
-        version = installed_version(FRAMEWORK)
+        version = installed_version(FRAMEWORK.distribution)
         hidden = without_row(known, "diffsynth", version)
         features = [feature for feature in judged(FRAMEWORK, known) if feature.ability in OLDEST_ABILITIES]
         found = {
@@ -54,5 +54,5 @@ class TestUnlistedDiffSynth(UnlistedCode):
         assert UNPACKS in text
         fixed = replace(source, _trees={module: ast.parse(text.replace(UNPACKS, FIXED))})
         monkeypatch.setattr(SourceTree, "of_installed", lambda package: fixed)
-        rows = known if listed else without_row(known, "diffsynth", installed_version(FRAMEWORK))
+        rows = known if listed else without_row(known, "diffsynth", installed_version(FRAMEWORK.distribution))
         assert decide(patchify.FEATURE, FRAMEWORK, rows, Settings()).verdict is Verdict.NATIVE

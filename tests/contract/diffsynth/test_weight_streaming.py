@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,12 +24,10 @@ from wanshim.adapters.diffsynth.splitting import flux2, refusals
 from wanshim.adapters.diffsynth.splitting.job import read_job
 from wanshim.adapters.diffsynth.training_road import TrainingCall
 from wanshim.core.model_split import split_of
-from wanshim.core.strategy import Limits, decide
+from wanshim.core.strategy import Limits, decide, predict
 from wanshim.core.streaming import stream_model, stream_of
 from wanshim.demo import wan_checkpoint
 from wanshim.errors import FeatureUnavailable, PlacementInvalid
-
-PREDICT = sys.modules["wanshim.core.strategy.predict"]  # the package has a function of that name
 
 
 class Distilling(Training):
@@ -177,7 +174,7 @@ def test_pipeline_loaded_by_diffsynth_waits_on_the_host_and_streams_when_it_trai
 
 def test_as_few_blocks_are_streamed_as_fit_and_checkpoints_leave_when_all_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANSHIM_CHUNK", "off")
-    monkeypatch.setattr(PREDICT, "OFFLOADED_WINDOW", 1)
+    monkeypatch.setattr(predict, "OFFLOADED_WINDOW", 1)
     monkeypatch.setenv("WANSHIM_PLAN", "stream")
     script = argparse.Namespace(**video_job.VIDEO)
     job = read_job(call_of(video_job.module_with_video(), script), None, settings.read())

@@ -10,6 +10,7 @@ import pytest
 
 from tests.contract.fastvideo.conftest import Ranks, needs_training
 from tests.contract.fastvideo.training_jobs import STEP_S
+from tests.unit.monitor.logs import folder_of
 from wanshim.core.training.eta import StepEta
 from wanshim.core.training.progress_log import run_folder
 from wanshim.monitor import status
@@ -40,7 +41,7 @@ def test_run_ends_at_100_percent_with_the_totals_that_happened(
     installed: Ranks, tmp_path: Path, task: str, world: int, sp: int
 ) -> None:
     ranks = installed(task, world=world, **options(tmp_path, sp=sp, steps=7, accumulation=3))
-    found = status.of_folder(status.folder_of(tmp_path / "logs"), Patience())[0]
+    found = status.of_folder(folder_of(tmp_path / "logs"), Patience())[0]
     assert (found["state"], found["progress_percent"], found["problems"]) == ("finished", 100, [])
     assert found["current_step"] == found["total_steps"] == found["optimizer_step"] == 7
     assert [gpu["rank"] for gpu in found["gpus"]] == list(range(world))
@@ -93,9 +94,9 @@ def test_resumed_run_goes_on_at_its_step(installed: Ranks, tmp_path: Path) -> No
     found = records(tmp_path / "logs", tmp_path / "out")
     assert [record["step"] for record in steps_of(found)] == list(range(1, 11))
     assert [record["done"] for record in found if record.get("event") == "start"] == [0, 4]
-    run = status.of_folder(status.folder_of(tmp_path / "logs"), Patience())[0]
+    run = status.of_folder(folder_of(tmp_path / "logs"), Patience())[0]
     assert (run["attempt"], run["current_step"], run["progress_percent"]) == (2, 10, 100)
-    curve = status.history(status.folder_of(tmp_path / "logs").runs[run["id"]])["curve"]
+    curve = status.history(folder_of(tmp_path / "logs").runs[run["id"]])["curve"]
     assert curve["x"] == list(range(1, 11))
 
 

@@ -15,7 +15,9 @@ from torch import nn
 
 from tests.compiling import use_aot_eager
 from wanshim.core.compile import CompiledBlocks
-from wanshim.core.eight_bit import FORMATS, EightBitCount, compute_in_eight_bits, product, refusal
+from wanshim.core.eight_bit import compute_in_eight_bits, product, refusal
+from wanshim.core.eight_bit.linear import EightBitCount
+from wanshim.core.eight_bit.product import FORMATS
 from wanshim.core.model_split.quantize import quantize_base
 from wanshim.errors import PlacementInvalid
 from wanshim.undo import Undo

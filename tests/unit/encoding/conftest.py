@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanshim.core.encoding import Encoded, EncoderSource, EncodingRequest, encode_once, once
+from wanshim.core.encoding import EncoderSource, EncodingRequest, encode_once, once
 from wanshim.core.encoding.directory import CacheDirectory
 from wanshim.core.encoding.leader_lock import FileLock, sign
+from wanshim.core.encoding.once import Encoded
 from wanshim.core.encoding.request import KeyMaker, numerics
 
 Embeddings = dict[str, torch.Tensor]

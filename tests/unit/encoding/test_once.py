@@ -18,10 +18,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from wanshim.core.encoding import Encoded, EncodingRequest
+from wanshim.core.encoding import EncodingRequest
 from wanshim.core.encoding import leader_lock as turns_module
 from wanshim.core.encoding.directory import CacheDirectory
 from wanshim.core.encoding.leader_lock import FileLock, sign
+from wanshim.core.encoding.once import Encoded
 from wanshim.core.encoding.request import KeyMaker, numerics
 from wanshim.errors import RankAbsent, RanksFailed, WanshimError, WanshimWarning
 

@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from wanshim.core.encoding import Encoded, EncodingRequest, once
+from wanshim.core.encoding import EncodingRequest, once
 from wanshim.core.encoding.directory import CacheDirectory
 from wanshim.core.encoding.leader_lock import FileLock, Note, job_name, sign
+from wanshim.core.encoding.once import Encoded
 from wanshim.core.encoding.request import KeyMaker, numerics
 from wanshim.core.ranks import agreement
 from wanshim.errors import RankAbsent, RanksFailed, WanshimError, WanshimWarning

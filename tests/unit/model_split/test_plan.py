@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanshim.core.model_split import plan_split
+from wanshim.core.model_split.plan import plan_split
 from wanshim.errors import PlacementInvalid
 
 GIB = 2**30

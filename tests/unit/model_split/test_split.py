@@ -10,8 +10,9 @@ from packaging.version import Version
 from torch import nn
 
 from tests.unit.model_split.model import Block, Model
-from wanshim.core.model_split import Companion, find_blocks, split_model, split_of
+from wanshim.core.model_split import Companion, split_model, split_of
 from wanshim.core.model_split.bridge import Bridge
+from wanshim.core.model_split.split import find_blocks
 from wanshim.errors import PlacementInvalid
 
 

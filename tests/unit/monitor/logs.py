@@ -13,6 +13,14 @@ from typing import Any
 from wanshim.core.shared.processes import process_start
 from wanshim.core.training.accounting import StepAccounting
 from wanshim.core.training.progress_log import file_name, write_run
+from wanshim.monitor.runs import RunFolder
+
+
+def folder_of(path: Path) -> RunFolder:
+    """The runs below `path`, read to the end once."""
+    folder = RunFolder(path)
+    folder.update_fully()
+    return folder
 
 
 def make_run(folder: Path, processes: int = 1, samples: int = 100, **more: Any) -> Path:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.monitor.logs import make_run, start_line, steps, write_log
+from tests.unit.monitor.logs import folder_of, make_run, start_line, steps, write_log
 from wanshim.errors import WanshimError
-from wanshim.monitor import export, status
+from wanshim.monitor import export
 from wanshim.monitor.runs import RunLog
 
 
@@ -16,7 +16,7 @@ def run(tmp_path: Path) -> RunLog:
     folder = make_run(tmp_path / "logs" / "run")
     write_log(folder, [start_line(), *steps(3), {"step": 4, "seconds": 1, "loss": "=cmd()", "t": 9.0}])
     write_log(folder, [start_line(), *list(steps(2, memory=7)), {"step": 3, "seconds": 1, "loss": "nan", "t": 9.0}])
-    return status.folder_of(tmp_path / "logs").runs["run"]
+    return folder_of(tmp_path / "logs").runs["run"]
 
 
 def test_csv_has_every_step_of_every_attempt_and_no_formula(run: RunLog, tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_resumed_attempt_replaces_the_points_after_its_state_in_tensorboard(tmp_
         "tensorboard.backend.event_processing.event_accumulator", reason="tensorboard is not installed"
     )
     write_log(make_run(tmp_path / "logs" / "run"), [start_line(), *steps(5), start_line(done=3), *list(steps(7))[3:]])
-    run = status.folder_of(tmp_path / "logs").runs["run"]
+    run = folder_of(tmp_path / "logs").runs["run"]
     (table,) = export.to_csv(run, tmp_path / "csv")
     with table.open(newline="") as file:
         found = [(row["attempt"], row["step"]) for row in csv.DictReader(file)]

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from tests.unit.monitor.logs import END, make_run, start_line, steps, write_log
+from tests.unit.monitor.logs import END, folder_of, make_run, start_line, steps, write_log
 from wanshim.cli.main import app
 from wanshim.errors import SettingInvalid, WanshimError
 from wanshim.monitor import runs as reading_runs
@@ -309,7 +309,7 @@ def test_run_json_beside_the_runs_hides_none_of_them(tmp_path: Path) -> None:
     write_log(make_run(tmp_path), [start_line(), *steps(3), END])
     code, said = check(tmp_path)
     assert (code, said.count("failed: no room")) == (1, 2)
-    assert len(status.folder_of(tmp_path).runs) == 3
+    assert len(folder_of(tmp_path).runs) == 3
 
 
 def test_logs_without_a_run_json_are_a_run(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis import settings as fuzz
 from hypothesis import strategies as st
 from rich.console import Console
 
-from tests.unit.monitor.logs import END, make_run, start_line, steps, write_log
+from tests.unit.monitor.logs import END, folder_of, make_run, start_line, steps, write_log
 from wanshim.cli.main import app
 from wanshim.errors import LogUnreadable
 from wanshim.monitor import export, reading, runs, status, terminal
@@ -25,7 +25,7 @@ from wanshim.monitor.runs import RunFolder
 
 
 def statuses(folder: Path) -> list[dict[str, object]]:
-    return status.of_folder(status.folder_of(folder), USUAL)
+    return status.of_folder(folder_of(folder), USUAL)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_any_json_in_the_logs_gives_a_status_that_is_json(
     (folder / "run.json").write_text(json.dumps(run))
     path = folder / "rank-00000.cuda-0.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    found = status.folder_of(tmp_path)
+    found = folder_of(tmp_path)
     json.dumps(status.of_folder(found, USUAL), allow_nan=False)
     json.dumps(status.history(found.runs["run"]), allow_nan=False)
 
@@ -143,7 +143,7 @@ def test_half_line_waits_for_its_rest(tmp_path: Path) -> None:
 
 def test_replaced_log_is_read_anew(tmp_path: Path) -> None:
     path = write_log(make_run(tmp_path / "run"), [start_line(), *steps(9)])
-    found = status.folder_of(tmp_path)
+    found = folder_of(tmp_path)
     path.unlink()
     write_log(tmp_path / "run", [start_line(), *steps(2)])
     found.update()
@@ -202,7 +202,7 @@ def test_finite_numbers_that_overflow_when_combined_leave_all_runs_shown(tmp_pat
     lines, more = overflowing()[case]
     write_log(make_run(tmp_path / "good"), [start_line(), *steps(5)])
     write_log(make_run(tmp_path / "bad", **more), lines)
-    found = status.folder_of(tmp_path)
+    found = folder_of(tmp_path)
     json.dumps([status.of_folder(found, USUAL), [status.history(run) for run in found.runs.values()]], allow_nan=False)
     assert {run["id"]: run["problems"] for run in status.of_folder(found, USUAL)}["good"] == []
     assert "good  running" in shown(tmp_path)
@@ -247,7 +247,7 @@ def test_log_removed_while_it_is_exported_ends_the_export_with_an_error(
 ) -> None:
     monkeypatch.setattr(reading, "CHUNK", 1000)
     path = write_log(make_run(tmp_path / "run"), [start_line(), *steps(50)])
-    log = status.folder_of(tmp_path).runs["run"].first
+    log = folder_of(tmp_path).runs["run"].first
     assert log is not None
     rows = export.rows(log)
     assert next(rows)[1] == 1
@@ -262,7 +262,7 @@ def test_log_that_grows_while_it_is_exported_is_exported_as_large_as_it_was(
     monkeypatch.setattr(reading, "CHUNK", 1000)
     lines = list(steps(4000))
     write_log(make_run(tmp_path / "run"), [start_line(), *lines[:50]])
-    log = status.folder_of(tmp_path).runs["run"].first
+    log = folder_of(tmp_path).runs["run"].first
     assert log is not None
     found = []
     for _, step, _ in export.rows(log):
@@ -311,14 +311,14 @@ def test_export_follows_no_link_where_it_writes(tmp_path: Path) -> None:
     (tmp_path / "csv" / "run").mkdir(parents=True)
     for name in ("rank-00000.cuda-0.csv", "rank-00000.cuda-0.csv.partial"):
         (tmp_path / "csv" / "run" / name).symlink_to(tmp_path / "mine")
-    export.to_csv(status.folder_of(tmp_path / "logs").runs["run"], tmp_path / "csv" / "run")
+    export.to_csv(folder_of(tmp_path / "logs").runs["run"], tmp_path / "csv" / "run")
     assert (tmp_path / "mine").read_text() == "mine"
 
 
 def test_small_files_give_a_small_answer(tmp_path: Path) -> None:
     for number in range(40):
         write_log(make_run(tmp_path / f"run{number}", processes=4096), [start_line(), *steps(3)])
-    found = status.folder_of(tmp_path)
+    found = folder_of(tmp_path)
     answer = json.dumps(status.of_folder(found, USUAL))
     read = sum(path.stat().st_size for path in tmp_path.glob("*/*"))
     assert len(answer) < 5 * read
@@ -333,7 +333,7 @@ def test_run_of_a_thousand_ranks_shows_those_in_trouble_and_says_how_many_it_lea
     for rank in range(1000):
         begin = start_line(rank, process_started=1) if rank == 777 else start_line(rank)
         write_log(tmp_path / "run", [begin, *steps(2)], rank)
-    found = status.folder_of(tmp_path)
+    found = folder_of(tmp_path)
     (run,) = status.of_folder(found, USUAL)
     assert (len(run["gpus"]), run["gpus_left_out"]) == (status.MOST_DEVICES, 1000 - status.MOST_DEVICES)
     assert {gpu["rank"]: gpu["state"] for gpu in run["gpus"]}[777] == "gone"

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanshim.core.sequence import plan_sequence
-from wanshim.core.sequence.plan import shares, spans
+from wanshim.core.sequence.plan import plan_sequence, shares, spans
 from wanshim.errors import ModelInvalid
 
 

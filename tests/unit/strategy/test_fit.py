@@ -15,19 +15,17 @@ from wanshim.core.strategy import (
     MicroBatch,
     Request,
     SideModel,
-    Step,
-    StepSettings,
     Stored,
     Strategy,
     TrainingJob,
     Video,
-    predict,
     store_of,
     trace_block,
 )
 from wanshim.core.strategy import limits as limits_module
-from wanshim.core.strategy.candidates import Candidate, candidates, why_no_block_is_kept, with_kept_blocks
+from wanshim.core.strategy.candidates import Candidate, StepSettings, candidates, why_no_block_is_kept, with_kept_blocks
 from wanshim.core.strategy.limits import fits, usable
+from wanshim.core.strategy.predict import Step, predict
 from wanshim.core.strategy.search import on_each_rank
 from wanshim.core.strategy.shortfall import check_fit, split_points_that_fit
 from wanshim.errors import PlacementInvalid

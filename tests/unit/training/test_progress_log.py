@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.monitor.logs import folder_of
 from wanshim.core.shared.files import OwnFolder
 from wanshim.core.training import progress_log
 from wanshim.core.training.accounting import StepAccounting
@@ -222,7 +223,7 @@ def test_second_job_in_one_output_folder_is_warned_of_and_logged_apart(
     assert "two jobs save to one output folder" in warning.getMessage()
     second.end_step(1.0, steps_optimizer=True)
     second.close("failed", "no room")
-    found = {run["id"]: run["state"] for run in status.of_folder(status.folder_of(tmp_path), USUAL)}
+    found = {run["id"]: run["state"] for run in status.of_folder(folder_of(tmp_path), USUAL)}
     assert found == {first.folder.name: "starting", second.folder.name: "failed"}
     first.close()
     third = recorder(tmp_path)
@@ -241,7 +242,7 @@ def test_job_of_another_process_is_warned_of_and_stays_alive_when_the_second_die
     assert f"by process {first.pid} on " in warning
     try:
         make_steps(first, 1)
-        found = {run["id"]: run["state"] for run in status.of_folder(status.folder_of(tmp_path), USUAL)}
+        found = {run["id"]: run["state"] for run in status.of_folder(folder_of(tmp_path), USUAL)}
         assert found[run_folder(tmp_path, "run").name] == "running"
         assert found[run_folder(tmp_path, "run").name + "-2"] == "gone"
     finally:

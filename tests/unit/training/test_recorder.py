@@ -45,7 +45,7 @@ def test_checkpoint_time_is_kept_out_of_the_step(tmp_path: Path, clock: Clock) -
     recorder = RunRecorder(tmp_path, RUN, 0, ["cpu"])
     recorder.end_step(1.0, steps_optimizer=False)
     clock.now += 2.0
-    with recorder.checkpoint(), recorder.checkpoint():
+    with recorder.pause("checkpoint"), recorder.pause("checkpoint"):
         clock.now += 30.0
     clock.now += 1.0
     recorder.end_step(float("inf"), steps_optimizer=True)
@@ -149,7 +149,7 @@ def test_meter_reads_memory_and_utilisation_of_the_card_with_that_uuid(monkeypat
 
 def test_validation_is_kept_apart_and_a_checkpoint_inside_it_counts_as_it(tmp_path: Path, clock: Clock) -> None:
     recorder = RunRecorder(tmp_path, RUN, 0, ["cpu"])
-    with recorder.validation(), recorder.checkpoint():
+    with recorder.pause("validation"), recorder.pause("checkpoint"):
         clock.now += 20.0
     clock.now += 1.0
     recorder.end_step(1.0, steps_optimizer=True)

@@ -1,7 +1,7 @@
 """Prompt encoding: one rank of a machine encodes, all ranks have the embeddings, no collective is called."""
 
 from wanshim.core.encoding.layers import visiting_layers
-from wanshim.core.encoding.once import TIMEOUT_S, Encoded, encode_once
+from wanshim.core.encoding.once import TIMEOUT_S, encode_once
 from wanshim.core.encoding.placement import (
     EncoderPlan,
     choose_device,
@@ -13,7 +13,6 @@ from wanshim.core.encoding.request import EncoderSource, EncodingRequest
 
 __all__ = [
     "TIMEOUT_S",
-    "Encoded",
     "EncoderPlan",
     "EncoderSource",
     "EncodingRequest",

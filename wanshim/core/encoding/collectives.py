@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wanshim.errors import WanshimError
+from wanshim.undo import Undo
 
 # Operator namespaces of torch.distributed: eager process groups, functional collectives, and their autograd
 # form.
@@ -47,20 +48,14 @@ class _RefuseCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @contextmanager
 def _refuse_new_groups(doing: str) -> Iterator[None]:
     """Ranks meet in the store to form a group, not in an operator, so the dispatcher never sees it."""
-    if not dist.is_available() or not dist.is_initialized():
-        yield
-        return
-    module: Any = torch.distributed.distributed_c10d
-    original = module._new_process_group_helper
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise _refusal("new_group", doing)
 
-    module._new_process_group_helper = refuse
-    try:
+    with Undo() as undo:
+        if dist.is_available() and dist.is_initialized():
+            undo.set(torch.distributed.distributed_c10d, {"_new_process_group_helper": refuse})
         yield
-    finally:
-        module._new_process_group_helper = original
 
 
 def _refusal(collective: str, doing: str) -> WanshimError:

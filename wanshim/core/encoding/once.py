@@ -49,6 +49,7 @@ Encode = Callable[[], Mapping[str, torch.Tensor]]
 
 TIMEOUT_S = 1800.0
 _POLL_S = 0.05
+_PER_RANK: Origin = "per_rank"
 _warned: set[str] = set()
 
 
@@ -116,7 +117,7 @@ def encode_once(
     agreement.ensure(call="encode_once", timeout_s=min(timeout_s, agreement.TIMEOUT_S))
     computes_on = torch.device(encoder_device if encoder_device is not None else device)
     if mode == "per_rank":
-        (tensors, origin), unkept = _per_rank(encode, computes_on), ""
+        tensors, origin, unkept = _encode(encode, computes_on), _PER_RANK, ""
     else:
         job = _Job(encode, request, computes_on, started, started + timeout_s, store)
         (tensors, origin), unkept = job.run(cache_dir or prompt_cache()), job.unkept
@@ -140,7 +141,7 @@ class _Job:
         self._store = store or default_store()
         self._arrived, self._deadline = arrived, deadline
         self._keys = KeyMaker(request, numerics(device), request.folders())
-        self._rank = dist.get_rank() if _in_group() else 0
+        self._rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         self._job = self.unkept = ""
         self._found: Note | None = None  # what the last holder left before this rank came
         self._seen: Note | None = None  # the latest note
@@ -154,7 +155,7 @@ class _Job:
                 return (found, "cache") if found else self._take_turns(directory, cache)
         except CacheUnavailable as reason:
             self.unkept = _warn_unkept(reason, callers=3)
-            return _per_rank(self._encode, self._device)
+            return _encode(self._encode, self._device), _PER_RANK
 
     def _take_turns(self, directory: CacheDirectory, cache: EmbeddingCache) -> tuple[dict[str, torch.Tensor], Origin]:
         with ExitStack() as stack:
@@ -252,10 +253,6 @@ class _Job:
             turns.write(self._sign("done"))
 
 
-def _per_rank(encode: Encode, device: torch.device) -> tuple[dict[str, torch.Tensor], Origin]:
-    return _encode(encode, device), "per_rank"
-
-
 def _encode(encode: Encode, device: torch.device) -> dict[str, torch.Tensor]:
     """Run `encode` so that it leaves nothing behind: no gradient, no random state, no memory."""
     on_gpu = [device] if device.type == "cuda" else []
@@ -264,10 +261,6 @@ def _encode(encode: Encode, device: torch.device) -> dict[str, torch.Tensor]:
             return {name: tensor.detach() for name, tensor in encode().items()}
     finally:
         give_back(device)
-
-
-def _in_group() -> bool:
-    return dist.is_available() and dist.is_initialized()
 
 
 def _warn_unkept(reason: CacheUnavailable, *, callers: int) -> str:

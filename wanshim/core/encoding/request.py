@@ -3,7 +3,6 @@ bit."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ import torch
 
 from wanshim.core.encoding.cache import FORMAT
 from wanshim.core.encoding.directory import CacheDirectory
-from wanshim.core.encoding.files import Folder, content_digest, known_digest, scan
+from wanshim.core.encoding.files import Folder, content_digest, known_digest, scan, sha256_json
 from wanshim.core.encoding.identity import code_identity, value_identity
 from wanshim.errors import WanshimError
 
@@ -121,8 +120,7 @@ class KeyMaker:
         return {**self.request.described(), "numerics": dict(self.numerics)}
 
     def _hash(self, files: Sequence[str | None]) -> str:
-        whole = {"format": FORMAT, "files": list(files), **self.description()}
-        return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
+        return sha256_json({"format": FORMAT, "files": list(files), **self.description()})
 
 
 def numerics(device: torch.device) -> dict[str, str]:

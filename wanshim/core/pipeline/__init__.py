@@ -3,6 +3,5 @@
 from wanshim.core.pipeline.micro_batch import in_pipeline
 from wanshim.core.pipeline.pending_loss import PendingLoss
 from wanshim.core.pipeline.pipeline import Pipeline, refusal
-from wanshim.core.pipeline.schedule import pipeline_bound
 
-__all__ = ["Pipeline", "PendingLoss", "in_pipeline", "pipeline_bound", "refusal"]
+__all__ = ["Pipeline", "PendingLoss", "in_pipeline", "refusal"]

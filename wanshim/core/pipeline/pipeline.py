@@ -21,6 +21,7 @@ from wanshim.core.pipeline.micro_batch import MicroBatchRun, current
 from wanshim.core.pipeline.pending_loss import PendingLoss
 from wanshim.core.pipeline.schedule import Abandoned, Schedule
 from wanshim.core.pipeline.stages import PROLOGUE, Stages
+from wanshim.core.sequence.run import backward_runs
 from wanshim.core.shared.forks import Owner
 from wanshim.errors import WanshimError
 from wanshim.undo import Undo
@@ -163,7 +164,7 @@ class Pipeline:
 
     def _before(self, stage: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = current()
-        if _in_backward():
+        if backward_runs():
             return self._replay(stage, args), {name: self._replay(stage, [v])[0] for name, v in kwargs.items()}
         return None if run is None or run.stages is not self.stages else run.receive(stage, args, kwargs)
 
@@ -181,10 +182,6 @@ class Pipeline:
 
     def _after(self, stage: int, last: bool, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         run = current()
-        if run is None or run.stages is not self.stages or _in_backward():
+        if run is None or run.stages is not self.stages or backward_runs():
             return None
         return run.leave(stage, output, last)
-
-
-def _in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)

@@ -45,16 +45,11 @@ class Draws:
         return as_text(self.states(device))
 
     def set(self, text: str, device: torch.device = CPU) -> None:
-        """Draw from now on what the process drew whose states these are."""
+        """Draw from now on what the process drew whose states these are, or its generators, if the text has those of
+        `held_states` alone."""
         states = _decoded(json.loads(text))
-        set_random_states(states, device)
-        self._set_held(states)
-
-    def set_held(self, text: str) -> None:
-        """Set the states of `held_states` alone."""
-        self._set_held(_decoded(json.loads(text)))
-
-    def _set_held(self, states: dict[str, Any]) -> None:
+        if states.keys() != {"held"}:
+            set_random_states(states, device)
         if len(states["held"]) == len(self.held):  # else the user has accepted that they differ
             for generator, state in zip(self.held, states["held"], strict=True):
                 _set_state(generator, state)

@@ -3,7 +3,6 @@
 from .blocks import BlockList, TextStream, check_tokens_apart
 from .group import SequenceGroup
 from .inference import check_shardable, sharded
-from .plan import plan_sequence
 from .random_state import random_states, set_random_states
 from .shard import SequenceHandle, sequence_of, shard_sequence
 
@@ -14,7 +13,6 @@ __all__ = [
     "TextStream",
     "check_shardable",
     "check_tokens_apart",
-    "plan_sequence",
     "random_states",
     "sequence_of",
     "set_random_states",

@@ -167,7 +167,8 @@ def check_tokens_apart(lists: Sequence[BlockList]) -> None:
     for listed in lists:
         for index, block in enumerate(listed.blocks):
             for path, module in block.named_modules():
-                if not isinstance(module, nn.Linear) or _is_plain(module):
+                is_plain = type(module) is nn.Linear and type(module.weight) in (torch.Tensor, nn.Parameter)
+                if not isinstance(module, nn.Linear) or is_plain:
                     continue
                 kind = type(module), type(module.weight), module.weight.shape
                 if kind not in known and not _has_a_scale_a_token(module):
@@ -177,10 +178,6 @@ def check_tokens_apart(lists: Sequence[BlockList]) -> None:
                         hint="Quantize activations by rows, or not at all",
                     )
                 known.add(kind)
-
-
-def _is_plain(module: nn.Linear) -> bool:
-    return type(module) is nn.Linear and type(module.weight) in (torch.Tensor, nn.Parameter)
 
 
 @torch.no_grad()

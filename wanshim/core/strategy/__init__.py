@@ -7,13 +7,14 @@ from wanshim.core.strategy.agree import (
     idle_on_all,
     kept_on_all,
     least_of_all,
+    output_folders,
 )
 from wanshim.core.strategy.block_trace import trace_block
-from wanshim.core.strategy.candidates import CHUNK_TOKENS, StepSettings
+from wanshim.core.strategy.candidates import CHUNK_TOKENS
 from wanshim.core.strategy.job import Limits, Request, SideModel, TrainingJob, Video
 from wanshim.core.strategy.limits import available_on
 from wanshim.core.strategy.plan import TrainingPlan
-from wanshim.core.strategy.predict import KeptOn, MicroBatch, Step, Stored, predict, store_of
+from wanshim.core.strategy.predict import KeptOn, MicroBatch, Stored, store_of
 from wanshim.core.strategy.search import decide, decide_again
 from wanshim.values import Strategy
 
@@ -24,8 +25,6 @@ __all__ = [
     "MicroBatch",
     "Request",
     "SideModel",
-    "Step",
-    "StepSettings",
     "Stored",
     "Strategy",
     "TrainingJob",
@@ -40,7 +39,7 @@ __all__ = [
     "idle_on_all",
     "kept_on_all",
     "least_of_all",
-    "predict",
+    "output_folders",
     "store_of",
     "trace_block",
 ]

@@ -15,6 +15,7 @@ from wanshim.core.strategy.plan import TrainingPlan
 from wanshim.errors import RanksFailed
 
 WAIT_S = 600.0  # for the slowest rank: it may still be reading the model
+LOADED_S = 1800.0  # for the slowest rank to load its model
 ENCODED_S = 12 * 3600.0  # for the rank with the longest videos to encode; who started the ranks ends them if one dies
 CALL = "the training task"  # in which all ranks come here
 TOPIC = "wanshim/plan"
@@ -23,6 +24,11 @@ TOPIC = "wanshim/plan"
 def failing_together() -> AbstractContextManager[None]:
     """A context whose error, on the way to the plan, ends the other ranks, too."""
     return Group.of_job(own=True).failing_together(TOPIC, WAIT_S, CALL)
+
+
+def output_folders(folder: str) -> list[str]:
+    """The output folders that the ranks name, in rank order and each once."""
+    return list(dict.fromkeys(gathered(folder, "wanshim/output", LOADED_S)))
 
 
 def idle_on_all(idle: frozenset[str]) -> frozenset[str]:

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,6 +31,7 @@ from wanshim.errors import WanshimError
 log = logging.getLogger("wanshim")
 
 CLOSE_S = 10.0
+PAUSES = {"checkpoint": "checkpoint saved", "validation": "validated"}  # the event of its end, by that of its begin
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class RunRecorder:
         self._started_at = time.time()
         self._mark = time.perf_counter()
         self._depth = 0
-        self._paused = {"checkpoint": 0.0, "validation": 0.0}
+        self._paused = dict.fromkeys(PAUSES, 0.0)
         self._epoch = 0
         self._lr: float | None = None
         self._closed = False
@@ -151,17 +152,9 @@ class RunRecorder:
         self._queue.put(("step", (*record, self._lr), DeferredLoss(loss)))
         self._mark, self._paused = now, dict.fromkeys(self._paused, 0.0)
 
-    def checkpoint(self) -> AbstractContextManager[None]:
-        """Around the saving of a checkpoint."""
-        return self._pause("checkpoint", "checkpoint saved")
-
-    def validation(self) -> AbstractContextManager[None]:
-        """Around a validation."""
-        return self._pause("validation", "validated")
-
     @contextmanager
-    def _pause(self, kind: str, after: str) -> Iterator[None]:
-        """Nested pauses count once, as the outer one."""
+    def pause(self, kind: str) -> Iterator[None]:
+        """Around a checkpoint or a validation, one of PAUSES. Nested pauses count once, as the outer one."""
         self._depth += 1
         begin = time.perf_counter()
         if self._depth == 1:
@@ -173,7 +166,7 @@ class RunRecorder:
             if self._depth == 0:
                 took = time.perf_counter() - begin
                 self._paused[kind] += took
-                done = {"event": after, "t": time.time(), "step": self.steps, "seconds": took}
+                done = {"event": PAUSES[kind], "t": time.time(), "step": self.steps, "seconds": took}
                 self._queue.put(("event", done, None))
 
     def close(self, state: str = "finished", error: str | None = None, resumes_at: int | None = None) -> None:

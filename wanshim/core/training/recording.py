@@ -17,11 +17,6 @@ ERROR_CHARACTERS = 500  # of an error in the log
 RESUMES_AT = "wanshim_resumes_at"  # of an exception that ends a run whose state is saved: the optimizer step
 
 
-def log_folder(output_path: str | Path, chosen: str | None) -> Path:
-    """`chosen`, else `training_logs` in the output folder."""
-    return Path(chosen) if chosen else Path(output_path) / DEFAULT_FOLDER
-
-
 class Recording:
     """The log of one run for an adapter: opened at its first step, closed whichever way it ends. A run that cannot be
     recorded goes on without.
@@ -58,7 +53,8 @@ class Recording:
         try:
             run, rank, devices = describe()
             display = display_for() if rank == 0 else None
-            recorder = RunRecorder(log_folder(run.output_path, self._folder), run, rank, devices, display)
+            folder = Path(self._folder) if self._folder else Path(run.output_path, DEFAULT_FOLDER)
+            recorder = RunRecorder(folder, run, rank, devices, display)
         except Exception as error:
             if self._strict:
                 raise
