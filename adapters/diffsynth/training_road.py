@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -259,6 +260,15 @@ _taken: ContextVar[bool] = ContextVar("wanshim_training_road", default=False)
 def in_training_call() -> bool:
     """Whether one of DiffSynth's training launchers is running."""
     return _taken.get()
+
+
+def from_module(module: str, function: str = "apply") -> Callable[[Run, Row], None]:
+    """The function of a module of this adapter, which is imported when the step is on."""
+
+    def apply(run: Run, row: Row) -> None:
+        getattr(import_module(f"{__package__}.{module}"), function)(run, row)
+
+    return apply
 
 
 def take_road(feature: str, original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
