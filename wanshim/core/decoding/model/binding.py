@@ -83,6 +83,7 @@ def find_binding(vae: Any, verb: str = "decode") -> Binding:
     )
 
 
+@cache
 def _own_builders(verb: str) -> dict[str, Builder]:
     """Those of wanshim's adapters, installed or not: a source tree has no entry points."""
     own: dict[str, Builder] = {}
