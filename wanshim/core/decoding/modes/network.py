@@ -25,7 +25,6 @@ import torch
 from wanshim.core.decoding.model.encoder_graph import Downsample, DownStage, EncoderGraph, Graph
 from wanshim.core.decoding.model.graph import Attention, Conv, DecoderGraph, Norm, ResBlock, Stage, Upsample
 from wanshim.core.decoding.operators.base import Operators
-from wanshim.core.decoding.operators.layout import patchify, unpatchify
 from wanshim.core.decoding.operators.window import Pending, Tokens, Window
 from wanshim.core.decoding.plan import VaeJob, VaePlan
 from wanshim.core.decoding.ranks.exchange import Comm
@@ -292,3 +291,21 @@ def to_frames(graph: DecoderGraph, patches: torch.Tensor, dtype: torch.dtype) ->
 def finisher(graph: Graph) -> Finish:
     """From the network's values to those that ranks send each other."""
     return torch.Tensor.to if isinstance(graph, EncoderGraph) else partial(to_frames, graph)
+
+
+def patchify(x: torch.Tensor, patch: int) -> torch.Tensor:
+    """[B, C, T, H * patch, W * patch] to [B, C * patch * patch, T, H, W] (the same if `patch` is 1)."""
+    if patch == 1:
+        return x
+    b, c, t, h, w = x.shape
+    x = x.reshape(b, c, t, h // patch, patch, w // patch, patch).permute(0, 1, 6, 4, 2, 3, 5)
+    return x.reshape(b, c * patch**2, t, h // patch, w // patch)
+
+
+def unpatchify(x: torch.Tensor, patch: int) -> torch.Tensor:
+    """[B, C * patch * patch, T, H, W] to [B, C, T, H * patch, W * patch] (a view if `patch` is 1)."""
+    if patch == 1:
+        return x
+    b, c, t, h, w = x.shape
+    x = x.reshape(b, c // patch**2, patch, patch, t, h, w).permute(0, 1, 4, 5, 3, 6, 2)
+    return x.reshape(b, c // patch**2, t, h * patch, w * patch)

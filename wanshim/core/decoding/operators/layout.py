@@ -1,4 +1,4 @@
-"""Memory layouts, the wider dtype of sums, and the pure permutations of decoder and encoder."""
+"""Memory layouts, the wider dtype of sums, and the pure permutations within decoder and encoder."""
 
 from __future__ import annotations
 
@@ -66,21 +66,3 @@ def folded_average(average: Average, x: torch.Tensor) -> torch.Tensor:
     x = x.view(b, c, t // factor_t, factor_t, h // factor_s, factor_s, w // factor_s, factor_s)
     x = x.permute(0, 2, 4, 6, 1, 3, 5, 7).reshape(*(x.shape[i] for i in (0, 2, 4, 6)), -1, average.group)
     return x.mean(-1).permute(0, 4, 1, 2, 3)
-
-
-def patchify(x: torch.Tensor, patch: int) -> torch.Tensor:
-    """[B, C, T, H * patch, W * patch] to [B, C * patch * patch, T, H, W] (the same if `patch` is 1)."""
-    if patch == 1:
-        return x
-    b, c, t, h, w = x.shape
-    x = x.reshape(b, c, t, h // patch, patch, w // patch, patch).permute(0, 1, 6, 4, 2, 3, 5)
-    return x.reshape(b, c * patch**2, t, h // patch, w // patch)
-
-
-def unpatchify(x: torch.Tensor, patch: int) -> torch.Tensor:
-    """[B, C * patch * patch, T, H, W] to [B, C, T, H * patch, W * patch] (a view if `patch` is 1)."""
-    if patch == 1:
-        return x
-    b, c, t, h, w = x.shape
-    x = x.reshape(b, c // patch**2, patch, patch, t, h, w).permute(0, 1, 4, 5, 3, 6, 2)
-    return x.reshape(b, c // patch**2, t, h * patch, w * patch)
