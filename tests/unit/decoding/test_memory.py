@@ -9,7 +9,7 @@ from torch import nn
 
 from wanshim.core.decoding import memory
 from wanshim.core.decoding.memory import Extent, working_bytes
-from wanshim.core.decoding.model.encoder_graph import Average, Downsample, DownStage, EncoderGraph, Graph
+from wanshim.core.decoding.model.encoder_graph import Average, Downsample, EncoderGraph, Graph
 from wanshim.core.decoding.model.graph import Attention, Conv, DecoderGraph, Duplicate, Norm, ResBlock, Stage, Upsample
 from wanshim.core.decoding.operators import attention_kernel, winograd
 
@@ -23,7 +23,9 @@ def conv(given: int, made: int, name: str = "", *, time_only: bool = False) -> C
     return Conv(name=name or f"{given} to {made}", module=nn.Conv3d(given, made, kernel, device="meta"))
 
 
-def graph(*middle: ResBlock | Attention, stage: Stage | None = None, last: int = 8) -> DecoderGraph:
+def graph(
+    *middle: ResBlock | Attention, stage: Stage[Upsample, Duplicate] | None = None, last: int = 8
+) -> DecoderGraph:
     return DecoderGraph(
         name="by hand",
         post_quant=conv(4, 4),
@@ -98,7 +100,7 @@ def test_history_adds_two_frames_of_each_causal_window() -> None:
         (graph(block(8, 16), last=16), 800 + 800 + 1600),
         (graph(ATTENTION), 400 + 6 * 400),
         (
-            graph(stage=Stage(blocks=(), upsample=UP, duplicate=None), last=4),
+            graph(stage=Stage(blocks=(), sampler=UP, shortcut=None), last=4),
             2 * 4 * 100 * 4 + 4 * 100 * 6,
         ),  # phases, sum, window
     ],
@@ -123,11 +125,11 @@ DOWN = Downsample(
     ],
 )
 def test_encode_counts_pictures_and_frames_before_they_are_halved(extent: Extent, passes: str, values: int) -> None:
-    encoder = encoder_of(DownStage(blocks=(), downsample=DOWN, average=None))
+    encoder = encoder_of(Stage(blocks=(), sampler=DOWN, shortcut=None))
     assert working_bytes(encoder, extent, 2, passes, keeps_history=False) == 2 * values
 
 
-def encoder_of(stage: DownStage, *middle: ResBlock | Attention) -> EncoderGraph:
+def encoder_of(stage: Stage[Downsample, Average], *middle: ResBlock | Attention) -> EncoderGraph:
     return EncoderGraph(
         name="by hand",
         conv_in=conv(3, 8, "in"),
@@ -145,13 +147,13 @@ DECODER = graph(
     block(8, 16),
     Attention(norm=NORM, qkv=conv(16, 48), proj=conv(16, 16)),
     block(16, 8),
-    stage=Stage(blocks=(block(8, 8),), upsample=UP, duplicate=DUPLICATE),
+    stage=Stage(blocks=(block(8, 8),), sampler=UP, shortcut=DUPLICATE),
     last=4,
 )
 SPACE = Upsample(resize=nn.Identity(), conv=UP.conv, time_conv=None)
-PICTURES = graph(stage=Stage(blocks=(block(8, 8),), upsample=SPACE, duplicate=None), last=4)
+PICTURES = graph(stage=Stage(blocks=(block(8, 8),), sampler=SPACE, shortcut=None), last=4)
 ENCODER = encoder_of(
-    DownStage(blocks=(block(8, 8),), downsample=DOWN, average=AVERAGE),
+    Stage(blocks=(block(8, 8),), sampler=DOWN, shortcut=AVERAGE),
     Attention(norm=NORM, qkv=conv(4, 12), proj=conv(4, 4)),
 )
 BEGIN = Extent(batch=2, frames=3, chunk=2, height=5, width=4, first=True, halo_rows=True)

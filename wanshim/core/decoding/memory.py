@@ -195,11 +195,11 @@ class _DecoderWalk(_Walk):
         for block in graph.middle:
             x = self._block(block, x)
         for stage in graph.stages:
-            self.around = self._run(x) if stage.duplicate is not None else 0.0
+            self.around = self._run(x) if stage.shortcut is not None else 0.0
             for block in stage.blocks:
                 x = self._block(block, x)
-            if stage.upsample is not None:
-                x = self._upsample(stage.upsample, x)
+            if stage.sampler is not None:
+                x = self._upsample(stage.sampler, x)
                 self._see(self._chunk(x) * (3 if self.strict and self.around else 1) + self.phases)
                 if self.around:
                     self.phases = 0.0
@@ -240,12 +240,12 @@ class _EncoderWalk(_Walk):
         x = graph.conv_in.out_channels
         self._convolution(graph.conv_in, 0.0)
         for stage in graph.stages:
-            around = 0.0 if stage.average is None else self._average(stage.average, x)
+            around = 0.0 if stage.shortcut is None else self._average(stage.shortcut, x)
             self.around = around
             for block in stage.blocks:
                 x = self._block(block, x)
-            if stage.downsample is not None:
-                x = self._downsample(stage.downsample, x)
+            if stage.sampler is not None:
+                x = self._downsample(stage.sampler, x)
             self.around, self.skip = 0.0, self.skip + around
         for block in graph.middle:
             x = self._block(block, x)

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import ClassVar, TypeAlias
 
 import torch
 from torch import nn
 
-from .graph import Attention, Coder, Conv, DecoderGraph, ResBlock, block_convs
+from .graph import Coder, Conv, DecoderGraph, Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -25,6 +26,9 @@ class Downsample:
 
     conv: Conv
     time_conv: Conv | None
+
+    def convs(self) -> tuple[Conv, ...]:
+        return (self.conv,) if self.time_conv is None else (self.conv, self.time_conv)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,15 +43,6 @@ class Average:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class DownStage:
-    """Blocks at one resolution, then at most one downsampler."""
-
-    blocks: tuple[ResBlock | Attention, ...]
-    downsample: Downsample | None
-    average: Average | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EncoderGraph(Coder):
     """A Wan encoder. Its output are mean and logarithm of the variance, [B, 2 Z, T, h, w].
 
@@ -58,7 +53,7 @@ class EncoderGraph(Coder):
     verb: ClassVar[str] = "encode"
     source: ClassVar[str] = "video"
 
-    stages: tuple[DownStage, ...]
+    stages: tuple[Stage[Downsample, Average], ...]
     quant: Conv
 
     @property
@@ -75,11 +70,7 @@ class EncoderGraph(Coder):
     @property
     def _divides(self) -> bool:
         """Patches and averages take whole blocks of pixels."""
-        return self.patch_size > 1 or any(stage.average is not None for stage in self.stages)
-
-    @property
-    def samplers(self) -> list[Downsample]:
-        return [stage.downsample for stage in self.stages if stage.downsample is not None]
+        return self.patch_size > 1 or any(stage.shortcut is not None for stage in self.stages)
 
     def extent(self, shape: Sequence[int]) -> tuple[int, int, int, int, int]:
         """Batch, channels, frames, height and width of an input, in units of the latent."""
@@ -112,17 +103,7 @@ class EncoderGraph(Coder):
 
     def convs(self) -> Iterator[Conv]:
         """Every convolution, in the order of use."""
-        yield self.conv_in
-        for stage in self.stages:
-            for block in stage.blocks:
-                yield from block_convs(block)
-            if stage.downsample is not None:
-                yield stage.downsample.conv
-                if stage.downsample.time_conv is not None:
-                    yield stage.downsample.time_conv
-        for block in self.middle:
-            yield from block_convs(block)
-        yield from (self.conv_out, self.quant)
+        return chain((self.conv_in,), self._stage_convs(), self._middle_convs(), (self.conv_out, self.quant))
 
 
 Graph: TypeAlias = DecoderGraph | EncoderGraph

@@ -12,12 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from itertools import chain
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import nn
 
 from .framework import Framework
+
+Sampler = TypeVar("Sampler")
+Shortcut = TypeVar("Shortcut")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -111,6 +115,9 @@ class Upsample:
     conv: Conv
     time_conv: Conv | None
 
+    def convs(self) -> tuple[Conv, ...]:
+        return (self.conv,) if self.time_conv is None else (self.time_conv, self.conv)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Duplicate:
@@ -124,12 +131,12 @@ class Duplicate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Stage:
-    """Blocks at one resolution, then at most one upsampler."""
+class Stage(Generic[Sampler, Shortcut]):
+    """Blocks at one resolution, then at most one up- or downsampler; in the 2.2 layout a shortcut around all of it."""
 
     blocks: tuple[ResBlock | Attention, ...]
-    upsample: Upsample | None
-    duplicate: Duplicate | None
+    sampler: Sampler | None
+    shortcut: Shortcut | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -146,7 +153,7 @@ class Coder:
     name: str
     conv_in: Conv
     middle: tuple[ResBlock | Attention, ...]
-    stages: tuple[Any, ...]
+    stages: tuple[Stage[Any, Any], ...]
     norm_out: Norm
     conv_out: Conv
     patch_size: int = 1
@@ -167,7 +174,7 @@ class Coder:
     @property
     def samplers(self) -> list[Any]:
         """The modules that halve or double the picture."""
-        raise NotImplementedError
+        return [stage.sampler for stage in self.stages if stage.sampler is not None]
 
     @property
     def scale_s(self) -> int:
@@ -178,6 +185,15 @@ class Coder:
     def scale_t(self) -> int:
         """Frames per latent frame, for every latent frame but the first."""
         return int(2 ** sum(sampler.time_conv is not None for sampler in self.samplers))
+
+    def _middle_convs(self) -> Iterator[Conv]:
+        return chain.from_iterable(map(block_convs, self.middle))
+
+    def _stage_convs(self) -> Iterator[Conv]:
+        for stage in self.stages:
+            yield from chain.from_iterable(map(block_convs, stage.blocks))
+            if stage.sampler is not None:
+                yield from stage.sampler.convs()
 
     def norms(self) -> Iterator[Norm]:
         for block in (*self.middle, *(block for stage in self.stages for block in stage.blocks)):
@@ -198,7 +214,7 @@ class DecoderGraph(Coder):
     source: ClassVar[str] = "latent"
 
     post_quant: Conv
-    stages: tuple[Stage, ...]
+    stages: tuple[Stage[Upsample, Duplicate], ...]
     clamped: bool = True
 
     @property
@@ -209,10 +225,6 @@ class DecoderGraph(Coder):
     def input_sizes(self) -> str:
         """The height and width that an input may have, in words."""
         return "none of them 0"
-
-    @property
-    def samplers(self) -> list[Upsample]:
-        return [stage.upsample for stage in self.stages if stage.upsample is not None]
 
     def extent(self, shape: Sequence[int]) -> tuple[int, int, int, int, int]:
         """Batch, channels, frames, height and width of an input, in units of the latent."""
@@ -239,17 +251,7 @@ class DecoderGraph(Coder):
 
     def convs(self) -> Iterator[Conv]:
         """Every convolution, in the order of use."""
-        yield from (self.post_quant, self.conv_in)
-        for block in self.middle:
-            yield from block_convs(block)
-        for stage in self.stages:
-            for block in stage.blocks:
-                yield from block_convs(block)
-            if stage.upsample is not None:
-                if stage.upsample.time_conv is not None:
-                    yield stage.upsample.time_conv
-                yield stage.upsample.conv
-        yield self.conv_out
+        return chain((self.post_quant, self.conv_in), self._middle_convs(), self._stage_convs(), (self.conv_out,))
 
 
 def block_norms(block: ResBlock | Attention) -> tuple[Norm, ...]:

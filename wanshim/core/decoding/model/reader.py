@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .encoder_graph import DownStage, EncoderGraph, Graph
+from .encoder_graph import Average, Downsample, EncoderGraph, Graph
 from .framework import Framework, Own, Rebound
-from .graph import Attention, DecoderGraph, ResBlock, Stage
+from .graph import Attention, DecoderGraph, Duplicate, ResBlock, Stage, Upsample
 from .modules import ModuleReader, name_of, read_average, read_duplicate
 
 _BARE = ModuleReader()
@@ -65,30 +65,30 @@ def read_graph(
     )
 
 
-def _down_stages(modules: ModuleReader, layers: Any) -> tuple[DownStage, ...]:
+def _down_stages(modules: ModuleReader, layers: Any) -> tuple[Stage[Downsample, Average], ...]:
     """The 2.2 layout has a module for each stage; the 2.1 layout has one row of blocks, cut behind each downsampler."""
-    stages: list[DownStage] = []
+    stages: list[Stage[Downsample, Average]] = []
     blocks: list[ResBlock | Attention] = []
     for i, layer in enumerate(layers):
         name = f"down_blocks.{i}"
         if hasattr(layer, "avg_shortcut"):
             stages.append(_down_stage(modules, name, layer))
         elif hasattr(layer, "resample"):
-            stages.append(DownStage(blocks=tuple(blocks), downsample=modules.downsample(name, layer), average=None))
+            stages.append(Stage(blocks=tuple(blocks), sampler=modules.downsample(name, layer), shortcut=None))
             blocks = []
         else:
             blocks.append(
                 modules.attention(name, layer) if hasattr(layer, "to_qkv") else _res_block(modules, name, layer)
             )
-    return (*stages, DownStage(blocks=tuple(blocks), downsample=None, average=None)) if blocks else tuple(stages)
+    return (*stages, Stage(blocks=tuple(blocks), sampler=None, shortcut=None)) if blocks else tuple(stages)
 
 
-def _down_stage(modules: ModuleReader, name: str, block: Any) -> DownStage:
+def _down_stage(modules: ModuleReader, name: str, block: Any) -> Stage[Downsample, Average]:
     sampler = block.downsampler
-    return DownStage(
+    return Stage(
         blocks=tuple(_res_block(modules, f"{name}.resnets.{i}", resnet) for i, resnet in enumerate(block.resnets)),
-        downsample=None if sampler is None else modules.downsample(f"{name}.downsampler", sampler),
-        average=read_average(block.avg_shortcut),
+        sampler=None if sampler is None else modules.downsample(f"{name}.downsampler", sampler),
+        shortcut=read_average(block.avg_shortcut),
     )
 
 
@@ -101,13 +101,13 @@ def _middle(modules: ModuleReader, block: Any) -> tuple[ResBlock | Attention, ..
     return tuple(parts)
 
 
-def _stage(modules: ModuleReader, name: str, block: Any) -> Stage:
+def _stage(modules: ModuleReader, name: str, block: Any) -> Stage[Upsample, Duplicate]:
     sampler = block.upsampler if hasattr(block, "upsampler") else (block.upsamplers or [None])[0]
     shortcut = getattr(block, "avg_shortcut", None)
     return Stage(
         blocks=tuple(_res_block(modules, f"{name}.resnets.{i}", resnet) for i, resnet in enumerate(block.resnets)),
-        upsample=None if sampler is None else modules.upsample(f"{name}.upsampler", sampler),
-        duplicate=None if shortcut is None else read_duplicate(shortcut),
+        sampler=None if sampler is None else modules.upsample(f"{name}.upsampler", sampler),
+        shortcut=None if shortcut is None else read_duplicate(shortcut),
     )
 
 

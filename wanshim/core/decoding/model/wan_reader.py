@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .encoder_graph import DownStage, EncoderGraph, Graph
+from .encoder_graph import EncoderGraph, Graph
 from .framework import Framework, Own
 from .graph import Attention, DecoderGraph, ResBlock, Stage
 from .modules import ModuleReader, name_of, read_average, read_duplicate
@@ -18,6 +18,7 @@ from .modules import ModuleReader, name_of, read_average, read_duplicate
 _BARE = ModuleReader()
 _Row = tuple[tuple[ResBlock | Attention, ...], Any]  # blocks and the sampler behind them, if any
 Sampler = Callable[[str, Any], Any]  # reads one by its name
+Shortcut = Callable[[Any], Any]  # reads the one around a stage
 
 
 def read_wan_graph(
@@ -41,7 +42,8 @@ def read_wan_graph(
     coder = model.encoder if verb == "encode" else model.decoder
     modules.expect_silu("head.1", coder.head[1])
     row = "downsamples" if verb == "encode" else "upsamples"
-    residual = hasattr(getattr(coder, row)[0], row)
+    layers = getattr(coder, row)
+    residual = hasattr(layers[0], row)
     parts = ("encoder", "conv1") if verb == "encode" else ("decoder", "conv2")
     common: dict[str, Any] = {
         "name": name_of(vae),
@@ -55,9 +57,11 @@ def read_wan_graph(
     }
     if verb == "encode":
         quant = modules.conv("model.conv1", model.conv1)
-        return EncoderGraph(stages=_down_stages(modules, coder, residual), quant=quant, **common)
+        stages = _stages(modules, row, layers, residual, modules.downsample, read_average)
+        return EncoderGraph(stages=stages, quant=quant, **common)
     post_quant = modules.conv("conv2", model.conv2)
-    return DecoderGraph(stages=_stages(modules, coder, residual), post_quant=post_quant, clamped=clamped, **common)
+    stages = _stages(modules, row, layers, residual, modules.upsample, read_duplicate)
+    return DecoderGraph(stages=stages, post_quant=post_quant, clamped=clamped, **common)
 
 
 def _rows(modules: ModuleReader, name: str, layers: Any, sampler: Sampler) -> Iterator[_Row]:
@@ -81,28 +85,18 @@ def _row_of_stage(modules: ModuleReader, name: str, layers: Any, sampler: Sample
     return blocks, samplers[0] if samplers else None
 
 
-def _stages(modules: ModuleReader, decoder: Any, residual: bool) -> tuple[Stage, ...]:
-    """The 2.1 layout is one row, cut behind each upsampler; each stage of the 2.2 layout has a shortcut."""
+def _stages(
+    modules: ModuleReader, row: str, layers: Any, residual: bool, sampler: Sampler, shortcut: Shortcut
+) -> tuple[Stage[Any, Any], ...]:
+    """The 2.1 layout is one row, cut behind each sampler; a stage of the 2.2 layout holds a row, and has a shortcut."""
     if not residual:
-        rows = _rows(modules, "upsamples", decoder.upsamples, modules.upsample)
-        return tuple(Stage(blocks=blocks, upsample=upsample, duplicate=None) for blocks, upsample in rows)
+        rows = _rows(modules, row, layers, sampler)
+        return tuple(Stage(blocks=blocks, sampler=found, shortcut=None) for blocks, found in rows)
     stages = []
-    for i, stage in enumerate(decoder.upsamples):
-        blocks, upsample = _row_of_stage(modules, f"upsamples.{i}", stage.upsamples, modules.upsample)
-        duplicate = None if stage.avg_shortcut is None else read_duplicate(stage.avg_shortcut)
-        stages.append(Stage(blocks=blocks, upsample=upsample, duplicate=duplicate))
-    return tuple(stages)
-
-
-def _down_stages(modules: ModuleReader, encoder: Any, residual: bool) -> tuple[DownStage, ...]:
-    """As `_stages`, with downsamplers; the shortcut of a 2.2 stage averages."""
-    if not residual:
-        rows = _rows(modules, "downsamples", encoder.downsamples, modules.downsample)
-        return tuple(DownStage(blocks=blocks, downsample=downsample, average=None) for blocks, downsample in rows)
-    stages = []
-    for i, stage in enumerate(encoder.downsamples):
-        blocks, downsample = _row_of_stage(modules, f"downsamples.{i}", stage.downsamples, modules.downsample)
-        stages.append(DownStage(blocks=blocks, downsample=downsample, average=read_average(stage.avg_shortcut)))
+    for i, stage in enumerate(layers):
+        blocks, found = _row_of_stage(modules, f"{row}.{i}", getattr(stage, row), sampler)
+        around = None if stage.avg_shortcut is None else shortcut(stage.avg_shortcut)
+        stages.append(Stage(blocks=blocks, sampler=found, shortcut=around))
     return tuple(stages)
 
 

@@ -22,8 +22,17 @@ from typing import TypeAlias
 
 import torch
 
-from wanshim.core.decoding.model.encoder_graph import Downsample, DownStage, EncoderGraph, Graph
-from wanshim.core.decoding.model.graph import Attention, Conv, DecoderGraph, Norm, ResBlock, Stage, Upsample
+from wanshim.core.decoding.model.encoder_graph import Average, Downsample, EncoderGraph, Graph
+from wanshim.core.decoding.model.graph import (
+    Attention,
+    Conv,
+    DecoderGraph,
+    Duplicate,
+    Norm,
+    ResBlock,
+    Stage,
+    Upsample,
+)
 from wanshim.core.decoding.operators.base import Operators
 from wanshim.core.decoding.operators.window import Pending, Tokens, Window
 from wanshim.core.decoding.plan import VaeJob, VaePlan
@@ -65,18 +74,18 @@ def decode_chunk(graph: DecoderGraph, ops: Operators, latent: torch.Tensor, *, f
     return ops.resolve(x)
 
 
-def _stage(ops: Operators, stage: Stage, x: Pending, first: bool) -> _Part:
+def _stage(ops: Operators, stage: Stage[Upsample, Duplicate], x: Pending, first: bool) -> _Part:
     around = None
-    if stage.duplicate is not None:
+    if stage.shortcut is not None:
         around = ops.resolve(x)
         x = Pending(around)
     for block in stage.blocks:
         x = yield from _block(ops, block, x)
         x.shared = x.skip is around
-    if stage.upsample is not None:
-        x = yield from _upsample(ops, stage.upsample, x, first)
-    if stage.duplicate is not None and around is not None:
-        x = ops.add_duplicate(stage.duplicate, x, around, first)
+    if stage.sampler is not None:
+        x = yield from _upsample(ops, stage.sampler, x, first)
+    if stage.shortcut is not None and around is not None:
+        x = ops.add_duplicate(stage.shortcut, x, around, first)
     return x
 
 
@@ -109,16 +118,16 @@ def _attention(ops: Operators, block: Attention, x: Pending) -> _Part:
     return ops.attend(block, queries, gathered, skip)
 
 
-def _down_stage(ops: Operators, stage: DownStage, x: Pending, first: bool) -> _Part:
+def _down_stage(ops: Operators, stage: Stage[Downsample, Average], x: Pending, first: bool) -> _Part:
     around = None
-    if stage.average is not None:
+    if stage.shortcut is not None:
         source = ops.resolve(x)
-        x, around = Pending(source), ops.average(stage.average, source)
+        x, around = Pending(source), ops.average(stage.shortcut, source)
         del source
     for block in stage.blocks:
         x = yield from _block(ops, block, x)
-    if stage.downsample is not None:
-        x = yield from _downsample(ops, stage.downsample, x, first)
+    if stage.sampler is not None:
+        x = yield from _downsample(ops, stage.sampler, x, first)
     if around is not None:
         if x.skip is not None:
             x = Pending(ops.resolve(x))
