@@ -42,13 +42,13 @@ for n, c, w in SIZES:
     windows = [dense((n, c, 4, 3, w + 2), main).zero_()[:, :, 2:, :, 1 : w + 1] for _ in range(2)]
     sums = [twin(main), twin(main)]
     fused.norm_into(sums[0], bias, skip, norm, windows[0], silu=True, kept=sums[0])
-    fast_kernels.norm_into(sums[1], bias, skip, norm, windows[1], silu=True, kept=sums[1])
+    fast_kernels.sum_into(sums[1], bias, skip, windows[1], norm, silu=True, kept=sums[1])
     note("norm", *windows)
     note("kept sum", *sums)
     phases = made(n, 4 * c, 2, 4, w + 1)
     outs, sums = ([dense((n, c, 2, 6, 2 * w), phases).zero_() for _ in range(2)] for _ in range(2))
     fused.norm_into(phases, bias, None, norm, outs[0], silu=True, kept=sums[0])
-    fast_kernels.norm_into(phases, bias, None, norm, outs[1], silu=True, kept=sums[1])
+    fast_kernels.sum_into(phases, bias, None, outs[1], norm, silu=True, kept=sums[1])
     note("phases", *outs)
     note("kept sum of phases", *sums)
     dup = Duplicate(module=None, factor_t=1, factor_s=2, repeats=2, out_channels=c)

@@ -33,25 +33,6 @@ def usable(*given: torch.Tensor | Products | None) -> bool:
     return triton is not None and all(takes_kernels(x) and x.dtype in _DTYPES and x.stride(1) == 1 for x in tensors)
 
 
-def sum_into(
-    main: torch.Tensor | Products, bias: torch.Tensor | None, skip: torch.Tensor | None, out: torch.Tensor
-) -> None:
-    _launch_sum(main, bias, skip, None, out, silu=False, kept=None)
-
-
-def norm_into(
-    main: torch.Tensor | Products,
-    bias: torch.Tensor | None,
-    skip: torch.Tensor | None,
-    norm: Norm,
-    out: torch.Tensor,
-    *,
-    silu: bool,
-    kept: torch.Tensor | None,
-) -> None:
-    _launch_sum(main, bias, skip, norm, out, silu=silu, kept=kept)
-
-
 def add_duplicate(
     main: torch.Tensor, bias: torch.Tensor | None, source: torch.Tensor, dup: Duplicate, first: bool, out: torch.Tensor
 ) -> None:
@@ -65,16 +46,17 @@ def add_duplicate(
     )  # fmt: skip
 
 
-def _launch_sum(
+def sum_into(
     main: torch.Tensor | Products,
     bias: torch.Tensor | None,
     skip: torch.Tensor | None,
-    norm: Norm | None,
     out: torch.Tensor,
+    norm: Norm | None = None,
     *,
-    silu: bool,
-    kept: torch.Tensor | None,
+    silu: bool = False,
+    kept: torch.Tensor | None = None,
 ) -> None:
+    """The sum, through the norm and SiLU if they are given; see `fused.norm_into`."""
     _, c, t, h, w = out.shape
     first = main.parts[0] if isinstance(main, Products) else main
     rows = first.shape if isinstance(main, Products) else out.shape

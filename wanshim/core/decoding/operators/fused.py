@@ -39,7 +39,7 @@ def norm_into(
 ) -> None:
     """out = silu(norm(main + bias + skip)); the sum goes to `kept`, which may be `main` or `skip`, for the residual."""
     if fast_kernels.usable(main, skip, out, kept):
-        fast_kernels.norm_into(main, bias, skip, norm, out, silu=silu, kept=kept)
+        fast_kernels.sum_into(main, bias, skip, out, norm, silu=silu, kept=kept)
         return
     total = _sum(main, bias, skip, out)
     value = wide(total)
