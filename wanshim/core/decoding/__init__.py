@@ -1,6 +1,6 @@
 """Decode room: one Wan VAE for four frameworks, decoder and encoder, split in time, in space or in tiles over GPUs."""
 
-from wanshim.core.decoding.model.binding import Binding, Call, Compute, find_binding
+from wanshim.core.decoding.model.binding import Binding, Call, Compute, find_binding, graph_of
 from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.model.framework import VaeFallback, compute_untiled
 from wanshim.core.decoding.model.graph import DecoderGraph
@@ -35,6 +35,7 @@ __all__ = [
     "VaeCache",
     "TileSettings",
     "find_binding",
+    "graph_of",
     "input_first",
     "held_alone",
     "held_by",
