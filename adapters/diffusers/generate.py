@@ -210,7 +210,7 @@ def _binding(
     runs_unseen = any("progress_bar" in own_methods(each, "diffusers") for each in bars)
     runs_unseen = runs_unseen or (not own and is_own(scheduler, "diffusers"))
     may_change = has_callback or bool(own) or runs_unseen
-    cached = [model for model in models.values() if step_cache.is_cached(model)]
+    cached = [model for model in models.values() if getattr(model, "is_cache_enabled", False)]
     if cached and may_change:
         raise NotShared("code of the program's own between steps may change what a step cache has kept")
     vae = getattr(pipe, "vae", None)
@@ -384,7 +384,7 @@ def set_up_copy(model: Any) -> None:
 
     set_up_attention(model)
     offload.set_up(model)
-    if step_cache.is_cached(model):
+    if getattr(model, "is_cache_enabled", False):
         step_cache.set_up(model)
 
 
