@@ -185,10 +185,10 @@ class VaePlan:
     mode: str
     strict: bool
     ranks: int
-    axis: str | None
-    split: tuple[tuple[int, int], ...]
-    owners: tuple[int, ...]
-    split_text: str
+    axis: str | None = None
+    split: tuple[tuple[int, int], ...] = ()
+    owners: tuple[int, ...] = ()
+    split_text: str = "none"
     chunk: int
     peak: tuple[int, ...]
     cost: float
@@ -259,24 +259,13 @@ class Mode:
 
 
 def build_plan(
-    graph: Graph,
-    job: VaeJob,
-    *,
-    mode: str,
-    exactness: str,
-    chunk: int,
-    peak: tuple[int, ...],
-    cost: float,
-    reason: str,
-    axis: str | None = None,
-    split: tuple[tuple[int, int], ...] = (),
-    owners: tuple[int, ...] = (),
-    split_text: str = "none",
+    graph: Graph, job: VaeJob, *, mode: str, exactness: str, peak: tuple[int, ...], cost: float, **fields: Any
 ) -> VaePlan:
     """A mode's plan for `job`; to the `peak` of each rank's computation it adds the output that the rank keeps.
 
     Args:
         exactness: with the strict operators; the fast ones are within tolerance at best.
+        fields: the other fields of the plan that are the mode's.
     """
     output = prod(graph.output_shape(job.latent)) * job.output_itemsize
     if exactness == "strict" and not job.strict:
@@ -285,17 +274,12 @@ def build_plan(
         mode=mode,
         strict=job.strict,
         ranks=job.ranks,
-        axis=axis,
-        split=split,
-        owners=owners,
-        split_text=split_text,
-        chunk=chunk,
         peak=tuple(each + output for each in peak),
         cost=cost * (_WINOGRAD_TIME if job.by_winograd else 1.0),
         exactness=exactness,
-        reason=reason,
         by_winograd=job.by_winograd,
         without_tiles=job.lean and mode != "tile",
+        **fields,
     )
 
 
