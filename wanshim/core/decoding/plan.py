@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -142,10 +142,6 @@ class VaeJob:
     def is_tight(self, plan: VaePlan) -> bool:
         """Whether `plan` takes so much of the free memory that fragments of it may not do."""
         return self.free is not None and max(plan.peak) > _TIGHT * self.free
-
-    def plainly_strict(self) -> VaeJob:
-        """The same as the framework computes it."""
-        return replace(self, strict=True, strict_cuda=False)
 
     def chunks(self) -> tuple[int, ...]:
         """The numbers of latent frames per step that a mode may take, the most first."""

@@ -230,9 +230,7 @@ def _latents(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return next((each for each in tensors if each.ndim == 5), tensors[0])
 
 
-@cache
-def _refused(format: str, device: torch.device) -> str | None:
-    return refusal(format, device)
+_refused = cache(refusal)
 
 
 def _why_quantized(blocks: Sequence[nn.Module]) -> str:

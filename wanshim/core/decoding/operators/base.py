@@ -27,7 +27,7 @@ from .attention_kernel import attend, attend_in_parts
 from .convolution import ByWinograd, Convolve, torch_convolve
 from .launch import takes_kernels
 from .layout import dense, duplicate, folded_average, frames_apart, frames_last, interleave
-from .weights import FEW, FastWeights, squares_apart
+from .weights import FEW, FastWeights, by_phase, squares_apart, widened
 from .window import Ahead, Pending, Slab, Window
 from .winograd import DeferredOutput, Products
 
@@ -222,12 +222,12 @@ class FastOperators:
         weight, bias = self.weights.of(window.conv)
         padding, stride = window.padding(), window.conv.stride
         if window.small:
-            weight = self.weights.by_phase(window.conv)
+            weight = self.weights.made(window.conv, by_phase)
         if _in_squares(window):
-            squares = self._convolve(window.data, self.weights.widened(window.conv), (1, 2, 2), (0, *padding))
+            squares = self._convolve(window.data, self.weights.made(window.conv, widened), (1, 2, 2), (0, *padding))
             return Pending(squares_apart(squares, window.conv.out_channels), bias)
         if self._by_winograd is not None and winograd.applies(window.conv):
-            split = partial(self.weights.split, window.conv)
+            split = partial(self.weights.made, window.conv, winograd.split_weight)
             deferred = self._by_winograd(window.data, weight, split, (0, *padding))
             if deferred is not None:
                 return Pending(deferred, bias)
@@ -238,7 +238,7 @@ class FastOperators:
 
     def pointwise(self, conv: Conv, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weights.of(conv)
-        return _rows_linear(x, weight, bias)
+        return F.linear(x.permute(0, 2, 3, 4, 1), weight.flatten(1), bias).permute(0, 4, 1, 2, 3)
 
     def resolve(self, x: Pending) -> torch.Tensor:
         total = x.place()
@@ -364,7 +364,3 @@ def _per_frame(conv: Conv, x: torch.Tensor, padding: tuple[int, int]) -> torch.T
     b, c, t, h, w = x.shape
     out = _convolve(conv, x.permute(0, 2, 1, 3, 4).reshape(b * t, c, h, w), padding)
     return out.view(b, t, *out.shape[1:]).permute(0, 2, 1, 3, 4)
-
-
-def _rows_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return F.linear(x.permute(0, 2, 3, 4, 1), weight.flatten(1), bias).permute(0, 4, 1, 2, 3)

@@ -14,8 +14,6 @@ import torch
 from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.model.graph import Conv
 
-from .winograd import split_weight
-
 FEW = 16  # output channels
 _Pair = tuple[torch.Tensor, "torch.Tensor | None"]
 
@@ -81,19 +79,8 @@ class FastWeights:
     def of(self, conv: Conv) -> _Pair:
         return self._pairs[conv]
 
-    def widened(self, conv: Conv) -> torch.Tensor:
-        """The weight of a square of outputs, for a convolution that has few."""
-        return self._once(conv, widened)
-
-    def by_phase(self, conv: Conv) -> torch.Tensor:
-        """The weight of a convolution behind an upsampling, for the picture before it."""
-        return self._once(conv, by_phase)
-
-    def split(self, conv: Conv) -> torch.Tensor:
-        """The weights of a convolution that is computed by Winograd's method."""
-        return self._once(conv, split_weight)
-
-    def _once(self, conv: Conv, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def made(self, conv: Conv, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """The result of `make` of the convolution's weight, made once in a decode."""
         if (conv, make) not in self._made:
             self._made[conv, make] = make(self._pairs[conv][0])
         return self._made[conv, make]
