@@ -4,8 +4,7 @@ from wanshim.core.decoding.model.binding import Binding, Call, Compute, find_bin
 from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.model.framework import VaeFallback, compute_untiled
 from wanshim.core.decoding.model.modules import ModuleReader
-from wanshim.core.decoding.model.reader import read_graph
-from wanshim.core.decoding.model.wan_reader import read_wan_graph
+from wanshim.core.decoding.model.reader import read_graph, read_wan_graph
 from wanshim.core.decoding.plan import TileSettings
 from wanshim.core.decoding.ranks.output import OutputSpec
 
