@@ -9,8 +9,20 @@ from torch import nn
 
 from wanshim.core.decoding import memory
 from wanshim.core.decoding.memory import Extent, working_bytes
-from wanshim.core.decoding.model.encoder_graph import Average, Downsample, EncoderGraph, Graph
-from wanshim.core.decoding.model.graph import Attention, Conv, DecoderGraph, Duplicate, Norm, ResBlock, Stage, Upsample
+from wanshim.core.decoding.model.graph import (
+    Attention,
+    Average,
+    Conv,
+    DecoderGraph,
+    Downsample,
+    Duplicate,
+    EncoderGraph,
+    Graph,
+    Norm,
+    ResBlock,
+    Stage,
+    Upsample,
+)
 from wanshim.core.decoding.operators import attention_kernel, winograd
 
 NORM = Norm(module=nn.Identity(), scale=1.0, eps=0.0)

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from wanshim.core.decoding.model.binding import Compute
-from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.model.framework import VaeFallback
+from wanshim.core.decoding.model.graph import Graph
 from wanshim.core.decoding.operators.base import conv_flags
 from wanshim.core.decoding.operators.kernel_compiler import COMPILER, Kernel
 from wanshim.core.decoding.operators.learning import SHARE

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .model.encoder_graph import EncoderGraph, Graph
-from .model.graph import Conv
+from .model.graph import Conv, EncoderGraph, Graph
 from .modes.network import History, VaeRun, run_in_order
 from .operators import fused
 from .operators.base import FastOperators, Operators

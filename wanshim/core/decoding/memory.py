@@ -12,8 +12,17 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from wanshim.core.decoding.model.encoder_graph import Average, Downsample, EncoderGraph, Graph
-from wanshim.core.decoding.model.graph import Attention, Conv, DecoderGraph, ResBlock, Upsample
+from wanshim.core.decoding.model.graph import (
+    Attention,
+    Average,
+    Conv,
+    DecoderGraph,
+    Downsample,
+    EncoderGraph,
+    Graph,
+    ResBlock,
+    Upsample,
+)
 from wanshim.core.decoding.operators import attention_kernel, winograd
 
 

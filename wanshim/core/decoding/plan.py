@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 from wanshim.core.decoding.memory import Extent, working_bytes
-from wanshim.core.decoding.model.encoder_graph import Graph
+from wanshim.core.decoding.model.graph import Graph
 
 _FIRST_FRAME = 0.32  # work of the video's first latent frame against any other
 _WINOGRAD_TIME = 0.7  # of a decode without, on an H200 (docs/measured/decode.md)

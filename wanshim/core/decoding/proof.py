@@ -15,9 +15,8 @@ from time import perf_counter
 
 import torch
 
-from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.model.framework import Framework
-from wanshim.core.decoding.model.graph import Attention
+from wanshim.core.decoding.model.graph import Attention, Graph
 from wanshim.core.decoding.operators.attention_kernel import stored_values
 from wanshim.core.shared.gpu_memory import free_bytes
 

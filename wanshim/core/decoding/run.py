@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.model.framework import VaeFallback
+from wanshim.core.decoding.model.graph import Graph
 from wanshim.core.decoding.modes import MODES, SINGLE
 from wanshim.core.decoding.modes.network import VaeRun, finisher
 from wanshim.core.decoding.operators.base import FastOperators, Operators, StrictOperators

@@ -24,7 +24,7 @@ import torch
 from wanshim.core.decoding.plan import TileSettings
 from wanshim.errors import ModelInvalid
 
-from .encoder_graph import Graph
+from .graph import Graph
 
 ADAPTERS = "wanshim.adapters"
 _GRAPHS: WeakKeyDictionary[Any, dict[str, Graph]] = WeakKeyDictionary()  # by VAE and verb

@@ -1,11 +1,13 @@
-"""The normal form of the Wan decoder: which module does what, by reference, in the order the data meets them.
+"""The normal form of Wan's decoder and encoder: which module does what, by reference, in the order the data meets them.
 
-An adapter builds a `DecoderGraph` from the modules of its framework (the encoder's is in `encoder_graph.py`). Nothing
-is copied: weights are read from the modules when they are used, so moving, casting or replacing them keeps working. Two
-layouts are known:
+An adapter builds a graph from the modules of its framework. Nothing is copied: weights are read from the modules when
+they are used, so moving, casting or replacing them keeps working. Two layouts are known:
 
-- 2.1 (16 latent channels): residual blocks and upsamplers in a row;
-- 2.2 (48 latent channels, patch size 2): each stage also adds a duplicated copy of its input (`Duplicate`).
+- 2.1 (16 latent channels): residual blocks and samplers in a row;
+- 2.2 (48 latent channels, patch size 2): each stage also adds a duplicated copy of a decoder's input (`Duplicate`), or
+  the averages of an encoder's (`Average`).
+
+The first frame of a video is encoded alone, then `scale_t` frames at a time: each chunk gives one latent frame.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -120,6 +122,17 @@ class Upsample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Downsample:
+    """Halves height and width, and with `time_conv` the frames after the video's first."""
+
+    conv: Conv
+    time_conv: Conv | None
+
+    def convs(self) -> tuple[Conv, ...]:
+        return (self.conv,) if self.time_conv is None else (self.conv, self.time_conv)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Duplicate:
     """The 2.2 layout's shortcut around a stage: channels unfolded into time and space (`DupUp3D`)."""
 
@@ -127,6 +140,17 @@ class Duplicate:
     factor_t: int
     factor_s: int
     repeats: int
+    out_channels: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Average:
+    """The 2.2 layout's shortcut around a stage: time and space folded into channels, groups averaged (`AvgDown3D`)."""
+
+    module: nn.Module
+    factor_t: int
+    factor_s: int
+    group: int
     out_channels: int
 
 
@@ -252,6 +276,73 @@ class DecoderGraph(Coder):
     def convs(self) -> Iterator[Conv]:
         """Every convolution, in the order of use."""
         return chain((self.post_quant, self.conv_in), self._middle_convs(), self._stage_convs(), (self.conv_out,))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EncoderGraph(Coder):
+    """A Wan encoder. Its output are mean and logarithm of the variance, [B, 2 Z, T, h, w].
+
+    Args:
+        quant: the 1x1x1 convolution on the whole output.
+    """
+
+    verb: ClassVar[str] = "encode"
+    source: ClassVar[str] = "video"
+
+    stages: tuple[Stage[Downsample, Average], ...]
+    quant: Conv
+
+    @property
+    def input_channels(self) -> int:
+        return self.conv_in.in_channels // self.patch_size**2
+
+    @property
+    def input_sizes(self) -> str:
+        """The height and width that an input may have, in words."""
+        if self._divides:
+            return f"height and width multiples of {self.scale_s * self.patch_size}"
+        return f"height and width at least {self.scale_s}"
+
+    @property
+    def _divides(self) -> bool:
+        """Patches and averages take whole blocks of pixels."""
+        return self.patch_size > 1 or any(stage.shortcut is not None for stage in self.stages)
+
+    def extent(self, shape: Sequence[int]) -> tuple[int, int, int, int, int]:
+        """Batch, channels, frames, height and width of an input, in units of the latent."""
+        b, c, t, h, w = shape
+        pixels = self.scale_s * self.patch_size
+        if self._divides and (h % pixels or w % pixels):
+            return b, c, 0, 0, 0
+        return b, c, 1 + (t - 1) // self.scale_t, h // pixels, w // pixels
+
+    def cut(self, x: torch.Tensor, dim: int, start: int, stop: int) -> torch.Tensor:
+        """The part of an input that latent frames (2), rows (3) or columns (4) `start` to `stop` come from."""
+        if dim == 2:
+            return x.narrow(2, self.frames(start), self.frames(stop) - self.frames(start))
+        pixels = self.scale_s * self.patch_size
+        last = stop == x.shape[dim] // pixels  # rows and columns beyond the last latent one are seen by it
+        return x.narrow(dim, start * pixels, (x.shape[dim] if last else stop * pixels) - start * pixels)
+
+    def output_shape(self, extent: tuple[int, int, int, int, int]) -> tuple[int, int, int, int, int]:
+        b, _, t, h, w = extent
+        return b, self.conv_out.out_channels, t, h, w
+
+    @property
+    def output_scale(self) -> int:
+        """Rows and columns of the output per latent one."""
+        return 1
+
+    def output_range(self, start: int, stop: int) -> tuple[int, int]:
+        """The frames of the output that latent frames `start` to `stop` give."""
+        return start, stop
+
+    def convs(self) -> Iterator[Conv]:
+        """Every convolution, in the order of use."""
+        return chain((self.conv_in,), self._stage_convs(), self._middle_convs(), (self.conv_out, self.quant))
+
+
+Graph: TypeAlias = DecoderGraph | EncoderGraph
 
 
 def block_norms(block: ResBlock | Attention) -> tuple[Norm, ...]:

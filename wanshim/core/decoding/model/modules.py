@@ -14,8 +14,7 @@ from torch import nn
 
 from wanshim.errors import ModelInvalid
 
-from .encoder_graph import Average, Downsample
-from .graph import Attention, Conv, Duplicate, Norm, Upsample
+from .graph import Attention, Average, Conv, Downsample, Duplicate, Norm, Upsample
 
 
 def _bare(module: Any) -> tuple[Any, Callable[[], nn.Module] | None]:

@@ -13,9 +13,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from .encoder_graph import Average, Downsample, EncoderGraph, Graph
 from .framework import Framework, Own, Rebound
-from .graph import Attention, DecoderGraph, Duplicate, ResBlock, Stage, Upsample
+from .graph import (
+    Attention,
+    Average,
+    DecoderGraph,
+    Downsample,
+    Duplicate,
+    EncoderGraph,
+    Graph,
+    ResBlock,
+    Stage,
+    Upsample,
+)
 from .modules import ModuleReader, name_of, read_average, read_duplicate
 
 _BARE = ModuleReader()

@@ -22,12 +22,15 @@ from typing import TypeAlias
 
 import torch
 
-from wanshim.core.decoding.model.encoder_graph import Average, Downsample, EncoderGraph, Graph
 from wanshim.core.decoding.model.graph import (
     Attention,
+    Average,
     Conv,
     DecoderGraph,
+    Downsample,
     Duplicate,
+    EncoderGraph,
+    Graph,
     Norm,
     ResBlock,
     Stage,

@@ -19,8 +19,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.nn.functional as F
 
-from wanshim.core.decoding.model.encoder_graph import Average
-from wanshim.core.decoding.model.graph import Attention, Conv, Duplicate, Norm, Upsample
+from wanshim.core.decoding.model.graph import Attention, Average, Conv, Duplicate, Norm, Upsample
 
 from . import fused, winograd
 from .attention_kernel import attend, attend_in_parts

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from wanshim.core.decoding.model.encoder_graph import Average
-from wanshim.core.decoding.model.graph import Duplicate
+from wanshim.core.decoding.model.graph import Average, Duplicate
 
 
 def dense(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:

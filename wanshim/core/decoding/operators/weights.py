@@ -11,8 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from wanshim.core.decoding.model.encoder_graph import Graph
-from wanshim.core.decoding.model.graph import Conv
+from wanshim.core.decoding.model.graph import Conv, Graph
 
 FEW = 16  # output channels
 _Pair = tuple[torch.Tensor, "torch.Tensor | None"]
