@@ -3,8 +3,7 @@
 from wanshim.core.decoding.model.binding import Binding, Call, Compute, find_binding, graph_of
 from wanshim.core.decoding.model.framework import VaeFallback, compute_untiled
 from wanshim.core.decoding.model.graph import Graph
-from wanshim.core.decoding.model.modules import ModuleReader
-from wanshim.core.decoding.model.reader import read_graph, read_wan_graph
+from wanshim.core.decoding.model.reader import ModuleReader, read_graph, read_wan_graph
 from wanshim.core.decoding.plan import TileSettings
 from wanshim.core.decoding.ranks.output import OutputSpec
 

@@ -1,36 +1,110 @@
 """Reads the graphs from modules named as diffusers names them, or as Wan's own code does.
 
-diffusers' names are those of its Wan and Qwen-Image VAEs, and of most forks of them. DiffSynth keeps Wan's names, and
-so do FastVideo's VAEs of Cosmos 2.5 and LingBot.
+All names of layers meet here. diffusers' names are those of its Wan and Qwen-Image VAEs, and of most forks of them.
+DiffSynth keeps Wan's names, and so do FastVideo's VAEs of Cosmos 2.5 and LingBot. Whatever is not built as the known
+frameworks build it is an error that names the module: a graph is read whole or not at all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from wanshim.errors import ModelInvalid
+
 from .framework import Framework, Own, Rebound
 from .graph import (
     Attention,
     Average,
+    Conv,
     DecoderGraph,
     Downsample,
     Duplicate,
     EncoderGraph,
     Graph,
+    Norm,
     ResBlock,
     Stage,
     Upsample,
 )
-from .modules import ModuleReader, name_of, read_average, read_duplicate
 
-_BARE = ModuleReader()
 Sampler = Callable[[str, Any], Any]  # reads one by its name
 Shortcut = Callable[[Any], Any]  # reads the one around a stage
+
+
+def _bare(module: Any) -> tuple[Any, Callable[[], nn.Module] | None]:
+    return module, None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleReader:
+    """Reads modules that a framework may keep in wrappers.
+
+    Args:
+        unwrap: returns the module inside a wrapper, and what gives the module to use at each call (see `Conv`); None
+            where the module is the one to use.
+    """
+
+    unwrap: Callable[[Any], tuple[Any, Callable[[], nn.Module] | None]] = _bare
+
+    def conv(self, name: str, module: Any, *, stride: tuple[int, ...] | None = None) -> Conv:
+        """A convolution, known to be of this stride; None: 1 everywhere."""
+        inner, resolve = self.unwrap(module)
+        if not isinstance(inner, (nn.Conv2d, nn.Conv3d)) or inner.stride != (stride or (1,) * len(inner.stride)):
+            raise _unknown(name, inner, f"a convolution of stride {stride or 1}")
+        return Conv(name=name, module=inner, resolve=resolve)
+
+    def norm(self, name: str, module: Any) -> Norm:
+        """An RMS norm. torch's `normalize` has eps 1e-12; vLLM-Omni's stand-in carries an epsilon of its own."""
+        if not getattr(module, "channel_first", False):
+            raise _unknown(name, module, "an RMS norm over the channel dimension")
+        return Norm(module=module, scale=float(module.scale), eps=float(getattr(module, "epsilon", 1e-12)))
+
+    def expect_silu(self, name: str, module: Any) -> None:
+        inner, _ = self.unwrap(module)
+        if not isinstance(inner, nn.SiLU):
+            raise _unknown(name, inner, "SiLU")
+
+    def attention(self, name: str, block: Any) -> Attention:
+        return Attention(
+            norm=self.norm(f"{name}.norm", block.norm),
+            qkv=self.conv(f"{name}.to_qkv", block.to_qkv),
+            proj=self.conv(f"{name}.proj", block.proj),
+        )
+
+    def upsample(self, name: str, block: Any) -> Upsample:
+        if block.mode not in ("upsample2d", "upsample3d"):
+            raise _unknown(f"{name}.mode", block.mode, "upsample2d or upsample3d")
+        resize, conv = block.resample
+        inner, _ = self.unwrap(resize)
+        if not isinstance(inner, nn.Upsample) or inner.mode != "nearest-exact" or inner.scale_factor != (2.0, 2.0):
+            raise _unknown(f"{name}.resample.0", inner, "nearest-exact upsampling by 2")
+        time_conv = self.conv(f"{name}.time_conv", block.time_conv) if block.mode == "upsample3d" else None
+        large = self.conv(f"{name}.resample.1", conv)
+        if large.kernel != (3, 3):
+            raise _unknown(large.name, large.module, "a convolution of 3 x 3 pixels")
+        return Upsample(resize=resize, conv=large, time_conv=time_conv)
+
+    def downsample(self, name: str, block: Any) -> Downsample:
+        if block.mode not in ("downsample2d", "downsample3d"):
+            raise _unknown(f"{name}.mode", block.mode, "downsample2d or downsample3d")
+        pad, conv = block.resample
+        inner, _ = self.unwrap(pad)
+        if not isinstance(inner, nn.ZeroPad2d) or tuple(inner.padding) != (0, 1, 0, 1):
+            raise _unknown(f"{name}.resample.0", inner, "a row and a column of zeros at the end")
+        timed = block.mode == "downsample3d"
+        return Downsample(
+            conv=self.conv(f"{name}.resample.1", conv, stride=(2, 2)),
+            time_conv=self.conv(f"{name}.time_conv", block.time_conv, stride=(2, 1, 1)) if timed else None,
+        )
+
+
+_BARE = ModuleReader()
 
 
 def read_graph(
@@ -58,7 +132,7 @@ def read_graph(
     coder = vae.encoder if verb == "encode" else vae.decoder
     modules.expect_silu(f"{verb}r.nonlinearity", coder.nonlinearity)
     common: dict[str, Any] = {
-        "name": name_of(vae),
+        "name": _name_of(vae),
         "conv_in": modules.conv("conv_in", coder.conv_in),
         "middle": _middle(modules, coder.mid_block),
         "norm_out": modules.norm("norm_out", coder.norm_out),
@@ -108,7 +182,7 @@ def read_wan_graph(
     residual = hasattr(layers[0], row)
     parts = ("encoder", "conv1") if verb == "encode" else ("decoder", "conv2")
     common: dict[str, Any] = {
-        "name": name_of(vae),
+        "name": _name_of(vae),
         "conv_in": modules.conv("conv1", coder.conv1),
         "middle": tuple(_wan_block(modules, f"middle.{i}", block) for i, block in enumerate(coder.middle)),
         "norm_out": modules.norm("head.0", coder.head[0]),
@@ -119,10 +193,10 @@ def read_wan_graph(
     }
     if verb == "encode":
         quant = modules.conv("model.conv1", model.conv1)
-        stages = _wan_stages(modules, row, layers, residual, modules.downsample, read_average)
+        stages = _wan_stages(modules, row, layers, residual, modules.downsample, _read_average)
         return EncoderGraph(stages=stages, quant=quant, **common)
     post_quant = modules.conv("conv2", model.conv2)
-    stages = _wan_stages(modules, row, layers, residual, modules.upsample, read_duplicate)
+    stages = _wan_stages(modules, row, layers, residual, modules.upsample, _read_duplicate)
     return DecoderGraph(stages=stages, post_quant=post_quant, clamped=clamped, **common)
 
 
@@ -142,7 +216,7 @@ def _down_stage(modules: ModuleReader, name: str, block: Any) -> Stage[Downsampl
     return Stage(
         blocks=tuple(_res_block(modules, f"{name}.resnets.{i}", resnet) for i, resnet in enumerate(block.resnets)),
         sampler=None if sampler is None else modules.downsample(f"{name}.downsampler", sampler),
-        shortcut=read_average(block.avg_shortcut),
+        shortcut=_read_average(block.avg_shortcut),
     )
 
 
@@ -161,7 +235,7 @@ def _stage(modules: ModuleReader, name: str, block: Any) -> Stage[Upsample, Dupl
     return Stage(
         blocks=tuple(_res_block(modules, f"{name}.resnets.{i}", resnet) for i, resnet in enumerate(block.resnets)),
         sampler=None if sampler is None else modules.upsample(f"{name}.upsampler", sampler),
-        shortcut=None if shortcut is None else read_duplicate(shortcut),
+        shortcut=None if shortcut is None else _read_duplicate(shortcut),
     )
 
 
@@ -224,3 +298,37 @@ def _cut_behind_samplers(
         else:
             blocks.append(block(place, layer))
     return (*stages, Stage(blocks=tuple(blocks), sampler=None, shortcut=None))
+
+
+def _read_average(module: Any) -> Average:
+    return Average(
+        module=module,
+        factor_t=int(module.factor_t),
+        factor_s=int(module.factor_s),
+        group=int(module.group_size),
+        out_channels=int(module.out_channels),
+    )
+
+
+def _read_duplicate(module: Any) -> Duplicate:
+    return Duplicate(
+        module=module,
+        factor_t=int(module.factor_t),
+        factor_s=int(module.factor_s),
+        repeats=int(module.repeats),
+        out_channels=int(module.out_channels),
+    )
+
+
+def _name_of(module: Any) -> str:
+    """The class of a VAE or of a module in it, as plans and messages name it."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def _unknown(name: str, found: object, expected: str) -> ModelInvalid:
+    nested = isinstance(found, nn.Module) and found._modules  # printed over many lines
+    return ModelInvalid(
+        f"{name} of the VAE is {f'a {_name_of(found)}' if nested else repr(found)}",
+        expected=expected,
+        hint="This release builds its VAE in a way wanshim does not know; the VAE is left as it was",
+    )
