@@ -73,8 +73,9 @@ for frames, (n, c, w) in PRODUCTS:
         skip = made(n, c, frames, 3, w)
         skips = [twin(skip), twin(skip)] if given else [None, None]
         around = [dense((n, c, frames + 3, 3, w + 2), parts[0]).zero_() for _ in range(2)]
-        for each, into, skip in zip((fused, fast_kernels), around, skips):
-            each.norm_into(products, bias, skip, norm, into[:, :, 2 : frames + 2, :, 1 : w + 1], silu=True, kept=skip)
+        insides = [each[:, :, 2 : frames + 2, :, 1 : w + 1] for each in around]
+        fused.norm_into(products, bias, skips[0], norm, insides[0], silu=True, kept=skips[0])
+        fast_kernels.sum_into(products, bias, skips[1], insides[1], norm, silu=True, kept=skips[1])
         note("norm of products", *around)
         if given:
             note("kept sum of products", *skips)  # in place
