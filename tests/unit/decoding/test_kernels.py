@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 from wanshim.core.decoding.operators import attention_kernel, fast_kernels, fused
-from wanshim.core.decoding.model.graph import Duplicate, Norm
+from wanshim.core.decoding.model.graph import Norm, Shortcut
 from wanshim.core.decoding.operators.layout import dense
 from wanshim.core.decoding.operators.winograd import Products
 
@@ -51,14 +51,14 @@ for n, c, w in SIZES:
     fast_kernels.sum_into(phases, bias, None, outs[1], norm, silu=True, kept=sums[1])
     note("phases", *outs)
     note("kept sum of phases", *sums)
-    dup = Duplicate(module=None, factor_t=1, factor_s=2, repeats=2, out_channels=c)
+    dup = Shortcut(module=None, factor_t=1, factor_s=2, group=2, out_channels=c)
     source = made(n, 2 * c, 2, 3, w)
     fused.add_duplicate(phases, bias, source, dup, False, outs[0])
     fast_kernels.add_duplicate(phases, bias, source, dup, False, outs[1])
     note("duplicate of phases", *outs)
     for factor_t in (1, 2):
         for first in (False, True):
-            dup = Duplicate(module=None, factor_t=factor_t, factor_s=2, repeats=2 * factor_t, out_channels=c)
+            dup = Shortcut(module=None, factor_t=factor_t, factor_s=2, group=2 * factor_t, out_channels=c)
             half = w // 2 + 1  # two programs, and a rest
             large = made(n, c, 2 * factor_t - (factor_t - 1 if first else 0), 6, 2 * half)
             source, outs = made(n, 2 * c, 2, 3, half), [twin(large), twin(large)]

@@ -11,15 +11,14 @@ from wanshim.core.decoding import memory
 from wanshim.core.decoding.memory import Extent, working_bytes
 from wanshim.core.decoding.model.graph import (
     Attention,
-    Average,
     Conv,
     DecoderGraph,
     Downsample,
-    Duplicate,
     EncoderGraph,
     Graph,
     Norm,
     ResBlock,
+    Shortcut,
     Stage,
     Upsample,
 )
@@ -35,9 +34,7 @@ def conv(given: int, made: int, name: str = "", *, time_only: bool = False) -> C
     return Conv(name=name or f"{given} to {made}", module=nn.Conv3d(given, made, kernel, device="meta"))
 
 
-def graph(
-    *middle: ResBlock | Attention, stage: Stage[Upsample, Duplicate] | None = None, last: int = 8
-) -> DecoderGraph:
+def graph(*middle: ResBlock | Attention, stage: Stage[Upsample] | None = None, last: int = 8) -> DecoderGraph:
     return DecoderGraph(
         name="by hand",
         post_quant=conv(4, 4),
@@ -141,7 +138,7 @@ def test_encode_counts_pictures_and_frames_before_they_are_halved(extent: Extent
     assert working_bytes(encoder, extent, 2, passes, keeps_history=False) == 2 * values
 
 
-def encoder_of(stage: Stage[Downsample, Average], *middle: ResBlock | Attention) -> EncoderGraph:
+def encoder_of(stage: Stage[Downsample], *middle: ResBlock | Attention) -> EncoderGraph:
     return EncoderGraph(
         name="by hand",
         conv_in=conv(3, 8, "in"),
@@ -153,8 +150,8 @@ def encoder_of(stage: Stage[Downsample, Average], *middle: ResBlock | Attention)
     )
 
 
-DUPLICATE = Duplicate(module=nn.Identity(), factor_t=2, factor_s=2, repeats=1, out_channels=4)
-AVERAGE = Average(module=nn.Identity(), factor_t=2, factor_s=2, group=1, out_channels=16)
+DUPLICATE = Shortcut(module=nn.Identity(), factor_t=2, factor_s=2, group=1, out_channels=4)
+AVERAGE = Shortcut(module=nn.Identity(), factor_t=2, factor_s=2, group=1, out_channels=16)
 DECODER = graph(
     block(8, 16),
     Attention(norm=NORM, qkv=conv(16, 48), proj=conv(16, 16)),

@@ -14,13 +14,13 @@ from typing import Any
 
 from wanshim.core.decoding.model.graph import (
     Attention,
-    Average,
     Conv,
     DecoderGraph,
     Downsample,
     EncoderGraph,
     Graph,
     ResBlock,
+    Shortcut,
     Upsample,
 )
 from wanshim.core.decoding.operators import attention_kernel, winograd
@@ -260,7 +260,7 @@ class _EncoderWalk(_Walk):
             x = self._block(block, x)
         return self._last(graph.conv_out, x)
 
-    def _average(self, average: Average, x: int) -> float:
+    def _average(self, average: Shortcut, x: int) -> float:
         """The average that a stage keeps of its input until its end."""
         self._see(self.skip + self._run(x) + 2 * self._chunk(x))
         held = -(-self.held // average.factor_t)

@@ -4,8 +4,8 @@ An adapter builds a graph from the modules of its framework. Nothing is copied: 
 they are used, so moving, casting or replacing them keeps working. Two layouts are known:
 
 - 2.1 (16 latent channels): residual blocks and samplers in a row;
-- 2.2 (48 latent channels, patch size 2): each stage also adds a duplicated copy of a decoder's input (`Duplicate`), or
-  the averages of an encoder's (`Average`).
+- 2.2 (48 latent channels, patch size 2): each stage also adds a duplicated copy of a decoder's input, or the averages
+  of an encoder's (`Shortcut`).
 
 The first frame of a video is encoded alone, then `scale_t` frames at a time: each chunk gives one latent frame.
 """
@@ -23,7 +23,6 @@ from torch import nn
 from .framework import Framework
 
 Sampler = TypeVar("Sampler")
-Shortcut = TypeVar("Shortcut")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -133,19 +132,13 @@ class Downsample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Duplicate:
-    """The 2.2 layout's shortcut around a stage: channels unfolded into time and space (`DupUp3D`)."""
+class Shortcut:
+    """The 2.2 layout's way around a stage. A decoder's repeats channels and unfolds them into time and space
+    (`DupUp3D`); an encoder's folds time and space into channels and averages them (`AvgDown3D`).
 
-    module: nn.Module
-    factor_t: int
-    factor_s: int
-    repeats: int
-    out_channels: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Average:
-    """The 2.2 layout's shortcut around a stage: time and space folded into channels, groups averaged (`AvgDown3D`)."""
+    Args:
+        group: how many channels are made of one, or averaged.
+    """
 
     module: nn.Module
     factor_t: int
@@ -155,7 +148,7 @@ class Average:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Stage(Generic[Sampler, Shortcut]):
+class Stage(Generic[Sampler]):
     """Blocks at one resolution, then at most one up- or downsampler; in the 2.2 layout a shortcut around all of it."""
 
     blocks: tuple[ResBlock | Attention, ...]
@@ -177,7 +170,7 @@ class Coder:
     name: str
     conv_in: Conv
     middle: tuple[ResBlock | Attention, ...]
-    stages: tuple[Stage[Any, Any], ...]
+    stages: tuple[Stage[Any], ...]
     norm_out: Norm
     conv_out: Conv
     patch_size: int = 1
@@ -238,7 +231,7 @@ class DecoderGraph(Coder):
     source: ClassVar[str] = "latent"
 
     post_quant: Conv
-    stages: tuple[Stage[Upsample, Duplicate], ...]
+    stages: tuple[Stage[Upsample], ...]
     clamped: bool = True
 
     @property
@@ -289,7 +282,7 @@ class EncoderGraph(Coder):
     verb: ClassVar[str] = "encode"
     source: ClassVar[str] = "video"
 
-    stages: tuple[Stage[Downsample, Average], ...]
+    stages: tuple[Stage[Downsample], ...]
     quant: Conv
 
     @property

@@ -20,21 +20,19 @@ from wanshim.errors import ModelInvalid
 from .framework import Framework, Own, Rebound
 from .graph import (
     Attention,
-    Average,
     Conv,
     DecoderGraph,
     Downsample,
-    Duplicate,
     EncoderGraph,
     Graph,
     Norm,
     ResBlock,
+    Shortcut,
     Stage,
     Upsample,
 )
 
 Sampler = Callable[[str, Any], Any]  # reads one by its name
-Shortcut = Callable[[Any], Any]  # reads the one around a stage
 
 
 def _bare(module: Any) -> tuple[Any, Callable[[], nn.Module] | None]:
@@ -193,14 +191,14 @@ def read_wan_graph(
     }
     if verb == "encode":
         quant = modules.conv("model.conv1", model.conv1)
-        stages = _wan_stages(modules, row, layers, residual, modules.downsample, _read_average)
+        stages = _wan_stages(modules, row, layers, residual, modules.downsample)
         return EncoderGraph(stages=stages, quant=quant, **common)
     post_quant = modules.conv("conv2", model.conv2)
-    stages = _wan_stages(modules, row, layers, residual, modules.upsample, _read_duplicate)
+    stages = _wan_stages(modules, row, layers, residual, modules.upsample)
     return DecoderGraph(stages=stages, post_quant=post_quant, clamped=clamped, **common)
 
 
-def _down_stages(modules: ModuleReader, layers: Any) -> tuple[Stage[Downsample, Average], ...]:
+def _down_stages(modules: ModuleReader, layers: Any) -> tuple[Stage[Downsample], ...]:
     """The 2.2 layout has a module for each stage; the 2.1 layout has one row of blocks, cut behind each downsampler."""
     if hasattr(layers[0], "avg_shortcut"):
         return tuple(_down_stage(modules, f"down_blocks.{i}", layer) for i, layer in enumerate(layers))
@@ -211,12 +209,12 @@ def _down_stages(modules: ModuleReader, layers: Any) -> tuple[Stage[Downsample, 
     return _cut_behind_samplers("down_blocks", layers, modules.downsample, block)
 
 
-def _down_stage(modules: ModuleReader, name: str, block: Any) -> Stage[Downsample, Average]:
+def _down_stage(modules: ModuleReader, name: str, block: Any) -> Stage[Downsample]:
     sampler = block.downsampler
     return Stage(
         blocks=tuple(_res_block(modules, f"{name}.resnets.{i}", resnet) for i, resnet in enumerate(block.resnets)),
         sampler=None if sampler is None else modules.downsample(f"{name}.downsampler", sampler),
-        shortcut=_read_average(block.avg_shortcut),
+        shortcut=_read_shortcut(block.avg_shortcut),
     )
 
 
@@ -229,13 +227,13 @@ def _middle(modules: ModuleReader, block: Any) -> tuple[ResBlock | Attention, ..
     return tuple(parts)
 
 
-def _stage(modules: ModuleReader, name: str, block: Any) -> Stage[Upsample, Duplicate]:
+def _stage(modules: ModuleReader, name: str, block: Any) -> Stage[Upsample]:
     sampler = block.upsampler if hasattr(block, "upsampler") else (block.upsamplers or [None])[0]
     shortcut = getattr(block, "avg_shortcut", None)
     return Stage(
         blocks=tuple(_res_block(modules, f"{name}.resnets.{i}", resnet) for i, resnet in enumerate(block.resnets)),
         sampler=None if sampler is None else modules.upsample(f"{name}.upsampler", sampler),
-        shortcut=None if shortcut is None else _read_duplicate(shortcut),
+        shortcut=None if shortcut is None else _read_shortcut(shortcut),
     )
 
 
@@ -252,8 +250,8 @@ def _res_block(modules: ModuleReader, name: str, block: Any) -> ResBlock:
 
 
 def _wan_stages(
-    modules: ModuleReader, row: str, layers: Any, residual: bool, sampler: Sampler, shortcut: Shortcut
-) -> tuple[Stage[Any, Any], ...]:
+    modules: ModuleReader, row: str, layers: Any, residual: bool, sampler: Sampler
+) -> tuple[Stage[Any], ...]:
     """The 2.1 layout is one row, cut behind each sampler; a stage of the 2.2 layout holds a row, in any order,
     and has a shortcut."""
     if not residual:
@@ -263,7 +261,7 @@ def _wan_stages(
         named = [(f"{row}.{i}.{j}", layer) for j, layer in enumerate(getattr(stage, row))]
         samplers = [sampler(place, layer) for place, layer in named if hasattr(layer, "resample")]
         blocks = tuple(_wan_block(modules, place, layer) for place, layer in named if not hasattr(layer, "resample"))
-        around = None if stage.avg_shortcut is None else shortcut(stage.avg_shortcut)
+        around = None if stage.avg_shortcut is None else _read_shortcut(stage.avg_shortcut)
         stages.append(Stage(blocks=blocks, sampler=samplers[0] if samplers else None, shortcut=around))
     return tuple(stages)
 
@@ -286,9 +284,9 @@ def _wan_block(modules: ModuleReader, name: str, block: Any) -> ResBlock | Atten
 
 def _cut_behind_samplers(
     name: str, layers: Any, sampler: Sampler, block: Callable[[str, Any], ResBlock | Attention]
-) -> tuple[Stage[Any, Any], ...]:
+) -> tuple[Stage[Any], ...]:
     """The stages of one row of blocks, of which the last has no sampler. Args: block: reads one by its name."""
-    stages: list[Stage[Any, Any]] = []
+    stages: list[Stage[Any]] = []
     blocks: list[ResBlock | Attention] = []
     for i, layer in enumerate(layers):
         place = f"{name}.{i}"
@@ -300,22 +298,12 @@ def _cut_behind_samplers(
     return (*stages, Stage(blocks=tuple(blocks), sampler=None, shortcut=None))
 
 
-def _read_average(module: Any) -> Average:
-    return Average(
+def _read_shortcut(module: Any) -> Shortcut:
+    return Shortcut(
         module=module,
         factor_t=int(module.factor_t),
         factor_s=int(module.factor_s),
-        group=int(module.group_size),
-        out_channels=int(module.out_channels),
-    )
-
-
-def _read_duplicate(module: Any) -> Duplicate:
-    return Duplicate(
-        module=module,
-        factor_t=int(module.factor_t),
-        factor_s=int(module.factor_s),
-        repeats=int(module.repeats),
+        group=int(module.repeats if hasattr(module, "repeats") else module.group_size),
         out_channels=int(module.out_channels),
     )
 

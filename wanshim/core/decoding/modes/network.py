@@ -24,11 +24,9 @@ import torch
 
 from wanshim.core.decoding.model.graph import (
     Attention,
-    Average,
     Conv,
     DecoderGraph,
     Downsample,
-    Duplicate,
     EncoderGraph,
     Graph,
     Norm,
@@ -77,7 +75,7 @@ def decode_chunk(graph: DecoderGraph, ops: Operators, latent: torch.Tensor, *, f
     return ops.resolve(x)
 
 
-def _stage(ops: Operators, stage: Stage[Upsample, Duplicate], x: Pending, first: bool) -> _Part:
+def _stage(ops: Operators, stage: Stage[Upsample], x: Pending, first: bool) -> _Part:
     around = None
     if stage.shortcut is not None:
         around = ops.resolve(x)
@@ -121,7 +119,7 @@ def _attention(ops: Operators, block: Attention, x: Pending) -> _Part:
     return ops.attend(block, queries, gathered, skip)
 
 
-def _down_stage(ops: Operators, stage: Stage[Downsample, Average], x: Pending, first: bool) -> _Part:
+def _down_stage(ops: Operators, stage: Stage[Downsample], x: Pending, first: bool) -> _Part:
     around = None
     if stage.shortcut is not None:
         source = ops.resolve(x)

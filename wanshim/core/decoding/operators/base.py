@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.nn.functional as F
 
-from wanshim.core.decoding.model.graph import Attention, Average, Conv, Duplicate, Norm, Upsample
+from wanshim.core.decoding.model.graph import Attention, Conv, Norm, Shortcut, Upsample
 
 from . import fused, winograd
 from .attention_kernel import attend, attend_in_parts
@@ -97,10 +97,10 @@ class StrictOperators:
     def join(self, lead: torch.Tensor, rest: Pending) -> Pending:
         return Pending(torch.cat((lead, self.resolve(rest)), 2))
 
-    def add_duplicate(self, dup: Duplicate, x: Pending, source: torch.Tensor, first: bool) -> Pending:
+    def add_duplicate(self, dup: Shortcut, x: Pending, source: torch.Tensor, first: bool) -> Pending:
         return Pending(self.resolve(x) + duplicate(dup, source, first))
 
-    def average(self, average: Average, source: torch.Tensor) -> torch.Tensor:
+    def average(self, average: Shortcut, source: torch.Tensor) -> torch.Tensor:
         value = average.module(source)
         assert isinstance(value, torch.Tensor)
         return value
@@ -254,10 +254,10 @@ class FastOperators:
         _sum_into(main, bias, skip, joined[:, :, lead.shape[2] :])
         return Pending(joined)
 
-    def average(self, average: Average, source: torch.Tensor) -> torch.Tensor:
+    def average(self, average: Shortcut, source: torch.Tensor) -> torch.Tensor:
         return folded_average(average, source)
 
-    def add_duplicate(self, dup: Duplicate, x: Pending, source: torch.Tensor, first: bool) -> Pending:
+    def add_duplicate(self, dup: Shortcut, x: Pending, source: torch.Tensor, first: bool) -> Pending:
         x = _computed(x)
         total = x.place()
         main, bias, _ = x.take()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from wanshim.core.decoding.model.graph import Duplicate, Norm
+from wanshim.core.decoding.model.graph import Norm, Shortcut
 from wanshim.core.shared.optional_triton import tl, triton
 
 from .launch import launch, takes_kernels
@@ -34,7 +34,7 @@ def usable(*given: torch.Tensor | Products | None) -> bool:
 
 
 def add_duplicate(
-    main: torch.Tensor, bias: torch.Tensor | None, source: torch.Tensor, dup: Duplicate, first: bool, out: torch.Tensor
+    main: torch.Tensor, bias: torch.Tensor | None, source: torch.Tensor, dup: Shortcut, first: bool, out: torch.Tensor
 ) -> None:
     _, c, t, h, w = out.shape
     block_c, block_p, programs = _blocks(c, out.shape)
@@ -42,7 +42,7 @@ def add_duplicate(
         _duplicate, (programs,),
         main, main if bias is None else bias, source, out, t, h, w, *_outer(main), *_outer(source), *_outer(out),
         PHASES=main.shape[1] != c, C=c, BLOCK_C=block_c, BLOCK_P=block_p, FACTOR_T=dup.factor_t, FACTOR_S=dup.factor_s,
-        REPEATS=dup.repeats, LEAD=dup.factor_t - 1 if first else 0, HAS_BIAS=bias is not None,
+        REPEATS=dup.group, LEAD=dup.factor_t - 1 if first else 0, HAS_BIAS=bias is not None,
     )  # fmt: skip
 
 

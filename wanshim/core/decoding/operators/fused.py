@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from wanshim.core.decoding.model.graph import Duplicate, Norm
+from wanshim.core.decoding.model.graph import Norm, Shortcut
 
 from . import fast_kernels
 from .layout import duplicate, wide
@@ -63,7 +63,7 @@ def interleave_into(
 
 
 def add_duplicate(
-    main: torch.Tensor, bias: torch.Tensor | None, source: torch.Tensor, dup: Duplicate, first: bool, out: torch.Tensor
+    main: torch.Tensor, bias: torch.Tensor | None, source: torch.Tensor, dup: Shortcut, first: bool, out: torch.Tensor
 ) -> None:
     """out = main + bias + the 2.2 shortcut of `source`; `out` may be `main`."""
     if fast_kernels.usable(main, source, out):

@@ -16,7 +16,7 @@ from typing import TypeAlias
 import torch
 import torch.nn.functional as F
 
-from wanshim.core.decoding.model.graph import Conv, Duplicate, Norm, Upsample
+from wanshim.core.decoding.model.graph import Conv, Norm, Shortcut, Upsample
 
 from . import strict_kernels as kernels
 from .base import StrictOperators, margins, zero_margins
@@ -94,7 +94,7 @@ class StrictCudaOperators(StrictOperators):
             kernels.sum_into(main, bias, skip, total)
         return total
 
-    def add_duplicate(self, dup: Duplicate, x: Pending, source: torch.Tensor, first: bool) -> Pending:
+    def add_duplicate(self, dup: Shortcut, x: Pending, source: torch.Tensor, first: bool) -> Pending:
         total = _sum_place(x)
         main, bias, skip = x.take()
         assert skip is None
