@@ -200,10 +200,6 @@ class VaePlan:
         """The dimension of the latent that `axis` names."""
         return {"height": 3, "width": 4, None: None}[self.axis]
 
-    @property
-    def promises_bits(self) -> bool:
-        return self.strict and self.exactness == "strict"
-
     def kind(self, job: VaeJob) -> str:
         """The calls of one size for which one comparison with the framework is valid."""
         return f"{self.mode} {self.split} {job.passes}"

@@ -253,7 +253,7 @@ class CallRun:
 
     def _has_own_result(self, plan: VaePlan) -> bool:
         """Whether `plan` promises the bits of a framework whose own result is available."""
-        return plan.promises_bits and self.graph.framework is not None and self.graph.framework.known
+        return plan.exactness == "strict" and self.graph.framework is not None and self.graph.framework.known
 
     def _keeps_frames(self, plan: VaePlan) -> bool:
         """Whether each rank holds a result that can be compared, of work with the other ranks too."""
