@@ -13,14 +13,13 @@ from wanshim.core.decoding.model.graph import (
     Attention,
     Conv,
     DecoderGraph,
-    Downsample,
     EncoderGraph,
     Graph,
     Norm,
     ResBlock,
+    Sampler,
     Shortcut,
     Stage,
-    Upsample,
 )
 from wanshim.core.decoding.operators import attention_kernel, winograd
 
@@ -34,7 +33,7 @@ def conv(given: int, made: int, name: str = "", *, time_only: bool = False) -> C
     return Conv(name=name or f"{given} to {made}", module=nn.Conv3d(given, made, kernel, device="meta"))
 
 
-def graph(*middle: ResBlock | Attention, stage: Stage[Upsample] | None = None, last: int = 8) -> DecoderGraph:
+def graph(*middle: ResBlock | Attention, stage: Stage | None = None, last: int = 8) -> DecoderGraph:
     return DecoderGraph(
         name="by hand",
         post_quant=conv(4, 4),
@@ -54,7 +53,7 @@ def block(given: int, made: int) -> ResBlock:
 
 
 ATTENTION = Attention(norm=NORM, qkv=conv(8, 24), proj=conv(8, 8))
-UP = Upsample(
+UP = Sampler(
     resize=nn.Identity(),
     conv=Conv(name="up", module=nn.Conv2d(8, 4, 3, device="meta")),
     time_conv=conv(8, 16, "time", time_only=True),
@@ -119,7 +118,7 @@ def test_each_part_of_a_network_adds_what_it_holds(built: DecoderGraph, values: 
     assert working_bytes(built, EXTENT, 2, "fast", keeps_history=False) == 2 * values
 
 
-DOWN = Downsample(
+DOWN = Sampler(
     conv=Conv(name="down", module=nn.Conv2d(8, 4, 3, stride=2, device="meta")),
     time_conv=Conv(name="time", module=nn.Conv3d(4, 4, (3, 1, 1), stride=(2, 1, 1), device="meta")),
 )
@@ -138,7 +137,7 @@ def test_encode_counts_pictures_and_frames_before_they_are_halved(extent: Extent
     assert working_bytes(encoder, extent, 2, passes, keeps_history=False) == 2 * values
 
 
-def encoder_of(stage: Stage[Downsample], *middle: ResBlock | Attention) -> EncoderGraph:
+def encoder_of(stage: Stage, *middle: ResBlock | Attention) -> EncoderGraph:
     return EncoderGraph(
         name="by hand",
         conv_in=conv(3, 8, "in"),
@@ -159,7 +158,7 @@ DECODER = graph(
     stage=Stage(blocks=(block(8, 8),), sampler=UP, shortcut=DUPLICATE),
     last=4,
 )
-SPACE = Upsample(resize=nn.Identity(), conv=UP.conv, time_conv=None)
+SPACE = Sampler(resize=nn.Identity(), conv=UP.conv, time_conv=None)
 PICTURES = graph(stage=Stage(blocks=(block(8, 8),), sampler=SPACE, shortcut=None), last=4)
 ENCODER = encoder_of(
     Stage(blocks=(block(8, 8),), sampler=DOWN, shortcut=AVERAGE),

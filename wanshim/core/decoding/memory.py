@@ -16,12 +16,11 @@ from wanshim.core.decoding.model.graph import (
     Attention,
     Conv,
     DecoderGraph,
-    Downsample,
     EncoderGraph,
     Graph,
     ResBlock,
+    Sampler,
     Shortcut,
-    Upsample,
 )
 from wanshim.core.decoding.operators import attention_kernel, winograd
 
@@ -215,7 +214,7 @@ class _DecoderWalk(_Walk):
             self.around = 0.0
         return self._last(graph.conv_out, x)
 
-    def _upsample(self, up: Upsample, x: int) -> int:
+    def _upsample(self, up: Sampler, x: int) -> int:
         source = self._read(self._chunk(x))
         if up.time_conv is not None:
             self._see(self.skip + max(source, self._run(x)) + self._window(up.time_conv))
@@ -266,7 +265,7 @@ class _EncoderWalk(_Walk):
         held = -(-self.held // average.factor_t)
         return self._size(average.out_channels, held) / average.factor_s**2
 
-    def _downsample(self, down: Downsample, x: int) -> int:
+    def _downsample(self, down: Sampler, x: int) -> int:
         out = down.conv.out_channels
         self._summed(down.conv, x, self.skip)
         window = self._window(down.conv)

@@ -15,14 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import nn
 
 from .framework import Framework
-
-Sampler = TypeVar("Sampler")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -109,26 +107,23 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Upsample:
-    """Doubles height and width, and with `time_conv` every frame but the video's first."""
+class Sampler:
+    """Doubles height and width in a decoder, halves them in an encoder, and with `time_conv` every frame but the
+    video's first.
 
-    resize: nn.Module
-    conv: Conv
-    time_conv: Conv | None
-
-    def convs(self) -> tuple[Conv, ...]:
-        return (self.conv,) if self.time_conv is None else (self.time_conv, self.conv)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Downsample:
-    """Halves height and width, and with `time_conv` the frames after the video's first."""
+    Args:
+        time_conv: before `conv` in a decoder, behind it in an encoder.
+        resize: what enlarges pictures before `conv`; None: an encoder's, whose `conv` strides.
+    """
 
     conv: Conv
     time_conv: Conv | None
+    resize: nn.Module | None = None
 
     def convs(self) -> tuple[Conv, ...]:
-        return (self.conv,) if self.time_conv is None else (self.conv, self.time_conv)
+        if self.time_conv is None:
+            return (self.conv,)
+        return (self.conv, self.time_conv) if self.resize is None else (self.time_conv, self.conv)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -148,7 +143,7 @@ class Shortcut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Stage(Generic[Sampler]):
+class Stage:
     """Blocks at one resolution, then at most one up- or downsampler; in the 2.2 layout a shortcut around all of it."""
 
     blocks: tuple[ResBlock | Attention, ...]
@@ -170,7 +165,7 @@ class Coder:
     name: str
     conv_in: Conv
     middle: tuple[ResBlock | Attention, ...]
-    stages: tuple[Stage[Any], ...]
+    stages: tuple[Stage, ...]
     norm_out: Norm
     conv_out: Conv
     patch_size: int = 1
@@ -189,7 +184,7 @@ class Coder:
         return 1 + (latents - 1) * self.scale_t if latents else 0
 
     @property
-    def samplers(self) -> list[Any]:
+    def samplers(self) -> list[Sampler]:
         """The modules that halve or double the picture."""
         return [stage.sampler for stage in self.stages if stage.sampler is not None]
 
@@ -231,7 +226,6 @@ class DecoderGraph(Coder):
     source: ClassVar[str] = "latent"
 
     post_quant: Conv
-    stages: tuple[Stage[Upsample], ...]
     clamped: bool = True
 
     @property
@@ -282,7 +276,6 @@ class EncoderGraph(Coder):
     verb: ClassVar[str] = "encode"
     source: ClassVar[str] = "video"
 
-    stages: tuple[Stage[Downsample], ...]
     quant: Conv
 
     @property

@@ -22,17 +22,16 @@ from .graph import (
     Attention,
     Conv,
     DecoderGraph,
-    Downsample,
     EncoderGraph,
     Graph,
     Norm,
     ResBlock,
+    Sampler,
     Shortcut,
     Stage,
-    Upsample,
 )
 
-Sampler = Callable[[str, Any], Any]  # reads one by its name
+ReadSampler = Callable[[str, Any], Sampler]  # by its name
 
 
 def _bare(module: Any) -> tuple[Any, Callable[[], nn.Module] | None]:
@@ -75,7 +74,7 @@ class ModuleReader:
             proj=self.conv(f"{name}.proj", block.proj),
         )
 
-    def upsample(self, name: str, block: Any) -> Upsample:
+    def upsample(self, name: str, block: Any) -> Sampler:
         if block.mode not in ("upsample2d", "upsample3d"):
             raise _unknown(f"{name}.mode", block.mode, "upsample2d or upsample3d")
         resize, conv = block.resample
@@ -86,9 +85,9 @@ class ModuleReader:
         large = self.conv(f"{name}.resample.1", conv)
         if large.kernel != (3, 3):
             raise _unknown(large.name, large.module, "a convolution of 3 x 3 pixels")
-        return Upsample(resize=resize, conv=large, time_conv=time_conv)
+        return Sampler(resize=resize, conv=large, time_conv=time_conv)
 
-    def downsample(self, name: str, block: Any) -> Downsample:
+    def downsample(self, name: str, block: Any) -> Sampler:
         if block.mode not in ("downsample2d", "downsample3d"):
             raise _unknown(f"{name}.mode", block.mode, "downsample2d or downsample3d")
         pad, conv = block.resample
@@ -96,7 +95,7 @@ class ModuleReader:
         if not isinstance(inner, nn.ZeroPad2d) or tuple(inner.padding) != (0, 1, 0, 1):
             raise _unknown(f"{name}.resample.0", inner, "a row and a column of zeros at the end")
         timed = block.mode == "downsample3d"
-        return Downsample(
+        return Sampler(
             conv=self.conv(f"{name}.resample.1", conv, stride=(2, 2)),
             time_conv=self.conv(f"{name}.time_conv", block.time_conv, stride=(2, 1, 1)) if timed else None,
         )
@@ -198,7 +197,7 @@ def read_wan_graph(
     return DecoderGraph(stages=stages, post_quant=post_quant, clamped=clamped, **common)
 
 
-def _down_stages(modules: ModuleReader, layers: Any) -> tuple[Stage[Downsample], ...]:
+def _down_stages(modules: ModuleReader, layers: Any) -> tuple[Stage, ...]:
     """The 2.2 layout has a module for each stage; the 2.1 layout has one row of blocks, cut behind each downsampler."""
     if hasattr(layers[0], "avg_shortcut"):
         return tuple(_down_stage(modules, f"down_blocks.{i}", layer) for i, layer in enumerate(layers))
@@ -209,7 +208,7 @@ def _down_stages(modules: ModuleReader, layers: Any) -> tuple[Stage[Downsample],
     return _cut_behind_samplers("down_blocks", layers, modules.downsample, block)
 
 
-def _down_stage(modules: ModuleReader, name: str, block: Any) -> Stage[Downsample]:
+def _down_stage(modules: ModuleReader, name: str, block: Any) -> Stage:
     sampler = block.downsampler
     return Stage(
         blocks=tuple(_res_block(modules, f"{name}.resnets.{i}", resnet) for i, resnet in enumerate(block.resnets)),
@@ -227,7 +226,7 @@ def _middle(modules: ModuleReader, block: Any) -> tuple[ResBlock | Attention, ..
     return tuple(parts)
 
 
-def _stage(modules: ModuleReader, name: str, block: Any) -> Stage[Upsample]:
+def _stage(modules: ModuleReader, name: str, block: Any) -> Stage:
     sampler = block.upsampler if hasattr(block, "upsampler") else (block.upsamplers or [None])[0]
     shortcut = getattr(block, "avg_shortcut", None)
     return Stage(
@@ -250,8 +249,8 @@ def _res_block(modules: ModuleReader, name: str, block: Any) -> ResBlock:
 
 
 def _wan_stages(
-    modules: ModuleReader, row: str, layers: Any, residual: bool, sampler: Sampler
-) -> tuple[Stage[Any], ...]:
+    modules: ModuleReader, row: str, layers: Any, residual: bool, sampler: ReadSampler
+) -> tuple[Stage, ...]:
     """The 2.1 layout is one row, cut behind each sampler; a stage of the 2.2 layout holds a row, in any order,
     and has a shortcut."""
     if not residual:
@@ -283,10 +282,10 @@ def _wan_block(modules: ModuleReader, name: str, block: Any) -> ResBlock | Atten
 
 
 def _cut_behind_samplers(
-    name: str, layers: Any, sampler: Sampler, block: Callable[[str, Any], ResBlock | Attention]
-) -> tuple[Stage[Any], ...]:
+    name: str, layers: Any, sampler: ReadSampler, block: Callable[[str, Any], ResBlock | Attention]
+) -> tuple[Stage, ...]:
     """The stages of one row of blocks, of which the last has no sampler. Args: block: reads one by its name."""
-    stages: list[Stage[Any]] = []
+    stages: list[Stage] = []
     blocks: list[ResBlock | Attention] = []
     for i, layer in enumerate(layers):
         place = f"{name}.{i}"

@@ -26,13 +26,12 @@ from wanshim.core.decoding.model.graph import (
     Attention,
     Conv,
     DecoderGraph,
-    Downsample,
     EncoderGraph,
     Graph,
     Norm,
     ResBlock,
+    Sampler,
     Stage,
-    Upsample,
 )
 from wanshim.core.decoding.operators.base import Operators
 from wanshim.core.decoding.operators.window import Pending, Tokens, Window
@@ -75,7 +74,7 @@ def decode_chunk(graph: DecoderGraph, ops: Operators, latent: torch.Tensor, *, f
     return ops.resolve(x)
 
 
-def _stage(ops: Operators, stage: Stage[Upsample], x: Pending, first: bool) -> _Part:
+def _stage(ops: Operators, stage: Stage, x: Pending, first: bool) -> _Part:
     around = None
     if stage.shortcut is not None:
         around = ops.resolve(x)
@@ -119,7 +118,7 @@ def _attention(ops: Operators, block: Attention, x: Pending) -> _Part:
     return ops.attend(block, queries, gathered, skip)
 
 
-def _down_stage(ops: Operators, stage: Stage[Downsample], x: Pending, first: bool) -> _Part:
+def _down_stage(ops: Operators, stage: Stage, x: Pending, first: bool) -> _Part:
     around = None
     if stage.shortcut is not None:
         source = ops.resolve(x)
@@ -136,7 +135,7 @@ def _down_stage(ops: Operators, stage: Stage[Downsample], x: Pending, first: boo
     return x
 
 
-def _downsample(ops: Operators, down: Downsample, x: Pending, first: bool) -> _Part:
+def _downsample(ops: Operators, down: Sampler, x: Pending, first: bool) -> _Part:
     window = ops.summed_window(down.conv, x)
     yield window
     x = ops.conv(window)
@@ -151,7 +150,7 @@ def _downsample(ops: Operators, down: Downsample, x: Pending, first: bool) -> _P
     return ops.join(lead, ops.conv(window)) if window.frames > 1 else Pending(lead)
 
 
-def _upsample(ops: Operators, upsample: Upsample, x: Pending, first: bool) -> _Part:
+def _upsample(ops: Operators, upsample: Sampler, x: Pending, first: bool) -> _Part:
     if upsample.time_conv is None:
         window = ops.resized_window(upsample, lead=x, pairs=None)
     else:

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.nn.functional as F
 
-from wanshim.core.decoding.model.graph import Attention, Conv, Norm, Shortcut, Upsample
+from wanshim.core.decoding.model.graph import Attention, Conv, Norm, Sampler, Shortcut
 
 from . import fused, winograd
 from .attention_kernel import attend, attend_in_parts
@@ -69,7 +69,8 @@ class StrictOperators:
         value = self.resolve(x)
         return self._window(conv, value[:, :, 1:]), Pending(value if value.shape[2] == 1 else value[:, :, :1])
 
-    def resized_window(self, up: Upsample, lead: Pending | None, pairs: Pending | None) -> Window:
+    def resized_window(self, up: Sampler, lead: Pending | None, pairs: Pending | None) -> Window:
+        assert up.resize is not None
         parts = [self.resolve(lead)] if lead is not None else []
         if pairs is not None:
             parts.append(interleave(self.resolve(pairs)))
@@ -203,7 +204,7 @@ class FastOperators:
         del main, skip
         return self.summed_window(conv, rest), Pending(ahead)
 
-    def resized_window(self, up: Upsample, lead: Pending | None, pairs: Pending | None) -> Window:
+    def resized_window(self, up: Sampler, lead: Pending | None, pairs: Pending | None) -> Window:
         like = next(x for x in (pairs, lead) if x is not None)
         ahead = lead.shape()[2] if lead is not None else 0
         behind = 2 * pairs.shape()[2] if pairs is not None else 0
