@@ -147,7 +147,7 @@ def read_graph(
         )
     return DecoderGraph(
         post_quant=modules.conv("post_quant_conv", vae.post_quant_conv),
-        stages=tuple(_stage(modules, f"up_blocks.{i}", block) for i, block in enumerate(coder.up_blocks)),
+        stages=_stages(modules, "up_blocks", coder.up_blocks, "upsampler", modules.upsample),
         clamped=clamped,
         framework=Framework(vae, ("decoder", "post_quant_conv"), own, rebound),
         **common,
@@ -200,21 +200,12 @@ def read_wan_graph(
 def _down_stages(modules: ModuleReader, layers: Any) -> tuple[Stage, ...]:
     """The 2.2 layout has a module for each stage; the 2.1 layout has one row of blocks, cut behind each downsampler."""
     if hasattr(layers[0], "avg_shortcut"):
-        return tuple(_down_stage(modules, f"down_blocks.{i}", layer) for i, layer in enumerate(layers))
+        return _stages(modules, "down_blocks", layers, "downsampler", modules.downsample)
 
     def block(name: str, layer: Any) -> ResBlock | Attention:
         return modules.attention(name, layer) if hasattr(layer, "to_qkv") else _res_block(modules, name, layer)
 
     return _cut_behind_samplers("down_blocks", layers, modules.downsample, block)
-
-
-def _down_stage(modules: ModuleReader, name: str, block: Any) -> Stage:
-    sampler = block.downsampler
-    return Stage(
-        blocks=tuple(_res_block(modules, f"{name}.resnets.{i}", resnet) for i, resnet in enumerate(block.resnets)),
-        sampler=None if sampler is None else modules.downsample(f"{name}.downsampler", sampler),
-        shortcut=_read_shortcut(block.avg_shortcut),
-    )
 
 
 def _middle(modules: ModuleReader, block: Any) -> tuple[ResBlock | Attention, ...]:
@@ -226,12 +217,16 @@ def _middle(modules: ModuleReader, block: Any) -> tuple[ResBlock | Attention, ..
     return tuple(parts)
 
 
-def _stage(modules: ModuleReader, name: str, block: Any) -> Stage:
-    sampler = block.upsampler if hasattr(block, "upsampler") else (block.upsamplers or [None])[0]
+def _stages(modules: ModuleReader, name: str, layers: Any, kind: str, read: ReadSampler) -> tuple[Stage, ...]:
+    return tuple(_stage(modules, f"{name}.{i}", layer, kind, read) for i, layer in enumerate(layers))
+
+
+def _stage(modules: ModuleReader, name: str, block: Any, kind: str, read: ReadSampler) -> Stage:
+    sampler = getattr(block, kind) if hasattr(block, kind) else (block.upsamplers or [None])[0]
     shortcut = getattr(block, "avg_shortcut", None)
     return Stage(
         blocks=tuple(_res_block(modules, f"{name}.resnets.{i}", resnet) for i, resnet in enumerate(block.resnets)),
-        sampler=None if sampler is None else modules.upsample(f"{name}.upsampler", sampler),
+        sampler=None if sampler is None else read(f"{name}.{kind}", sampler),
         shortcut=None if shortcut is None else _read_shortcut(shortcut),
     )
 
