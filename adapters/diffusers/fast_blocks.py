@@ -34,11 +34,11 @@ def blocks_of(model: Any, *_: object, **__: object) -> list[Any] | str:
 
 def exact(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Callable[[], Any] | str:
     """A forward beside that of the program, whose hooks keep nothing of it; or why there is none."""
-    from wanshim.adapters.diffusers import offload, step_cache
+    from wanshim.adapters.diffusers import offload
 
     if offload.is_offloaded(model):
         return "its offload counts forwards"
-    if not step_cache.is_cached(model):
+    if not getattr(model, "is_cache_enabled", False):
         return partial(original, model, *args, **kwargs)
 
     def without_cache() -> Any:

@@ -115,11 +115,16 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
     Raises:
         NotShared: it must run on one GPU.
     """
+    from wanshim.core.generation import NotShared
+
     models = _models(pipe)
     _check(pipe, models)
     if _is_modular(type(pipe)):
         return _bind_modular(pipe, models, kwargs)
-    given = inspect.signature(_served(pipe).__call__).bind_partial(pipe, *args, **kwargs)
+    served = _served_class(type(pipe))
+    if served is None:
+        raise NotShared(f"{type(pipe).__name__} is none of {_NAMES}")
+    given = inspect.signature(served.__call__).bind_partial(pipe, *args, **kwargs)
     given.apply_defaults()
     by_arguments = "true_cfg_scale" in given.arguments  # Qwen-Image
     no_pair = _why_no_pair(given.arguments) if by_arguments else ""
@@ -210,7 +215,7 @@ def _binding(
     runs_unseen = any("progress_bar" in own_methods(each, "diffusers") for each in bars)
     runs_unseen = runs_unseen or (not own and is_own(scheduler, "diffusers"))
     may_change = has_callback or bool(own) or runs_unseen
-    cached = [model for model in models.values() if step_cache.is_cached(model)]
+    cached = [model for model in models.values() if getattr(model, "is_cache_enabled", False)]
     if cached and may_change:
         raise NotShared("code of the program's own between steps may change what a step cache has kept")
     vae = getattr(pipe, "vae", None)
@@ -384,7 +389,7 @@ def set_up_copy(model: Any) -> None:
 
     set_up_attention(model)
     offload.set_up(model)
-    if step_cache.is_cached(model):
+    if getattr(model, "is_cache_enabled", False):
         step_cache.set_up(model)
 
 
@@ -410,17 +415,8 @@ def set_up_attention(model: Any) -> None:
         processor._attention_backend = backend
 
 
-def _served(pipe: Any) -> type:
-    """The class of diffusers whose `__call__` is served; a subclass may take other arguments."""
-    from wanshim.core.generation import NotShared
-
-    cls = _served_class(type(pipe))
-    if cls is None:
-        raise NotShared(f"{type(pipe).__name__} is none of {_NAMES}")
-    return cls
-
-
-def _served_class(cls: type) -> type | None:
+def _served_class(cls: type) -> Any:
+    """The class of diffusers whose `__call__` is served, or None; a subclass may take other arguments."""
     bases = (base for base in cls.__mro__ if "__call__" in vars(base))
     return next((base for base in bases if f"{base.__module__}:{base.__qualname__}" in PIPELINES), None)
 

@@ -16,10 +16,6 @@ CARRIED = {
 }
 
 
-def is_cached(model: Any) -> bool:
-    return getattr(model, "_cache_config", None) is not None
-
-
 def is_of_cache(model: Any, hook: Any) -> bool:
     """Whether a hook belongs to the model's cache, and a copy can have it too."""
     kind = type(getattr(model, "_cache_config", None)).__name__

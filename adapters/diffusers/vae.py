@@ -46,9 +46,9 @@ COMPUTED = {
 
 
 def _read(verb: str, vae: Any) -> Graph:
-    from wanshim.core.decoding import compute_untiled, read_graph
+    from wanshim.core.decoding import compute_untiled, graph_of, read_graph
 
-    return read_graph(vae, verb, own=partial(compute_untiled, verb))
+    return graph_of(vae, verb, partial(read_graph, verb=verb, own=partial(compute_untiled, verb)))
 
 
 def _decode(call: Call, vae: Any, z: torch.Tensor, return_dict: bool = True) -> Any:

@@ -22,7 +22,8 @@ from wanshim.core.ranks.group import Group
 from wanshim.core.resume import ranks as resuming
 from wanshim.core.shared.processes import process, process_state
 from wanshim.core.strategy import Limits, Strategy, TrainingPlan, agree
-from wanshim.core.streaming import allocate, shared_memory, shared_weights
+from wanshim.core.streaming import shared_memory, shared_weights
+from wanshim.core.streaming.shared_memory import allocate
 
 ABSENT_S, PRESENT_S = 1.0, 60.0
 PLAN = TrainingPlan(strategy=Strategy.RESIDENT, devices=("cpu",), step=None)

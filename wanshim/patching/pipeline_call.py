@@ -43,10 +43,12 @@ def replace_call(bind: Bind) -> Callable[[Callable[..., Any], SeamState], Callab
     """
 
     def make(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
+        mark_done = functools.cache(functools.partial(hand_over.mark_done, ABILITY))
+
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not takes(original, self, *args, **kwargs) or not seam.enter():
                 return original(self, *args, **kwargs)
-            hand_over.mark_done(ABILITY)  # now: who has started this process may end it at once
+            mark_done()  # now: who has started this process may end it at once
             outer, _INSIDE.prepare = getattr(_INSIDE, "prepare", None), None
             try:
                 with _inside():
@@ -65,7 +67,7 @@ def _share(original: Callable[..., Any], seam: SeamState, bind: Bind, pipe: Any,
 
     bind = _readable(bind)
     read, name = seam.settings, type(pipe).__name__
-    asks_for_one = request_of(read).asks_for_one
+    asks_for_one = _asks_for_one(read)
     if asks_for_one and not _replaces_offload(bind, pipe, *args, **kwargs):  # no block is streamed
         seam.pass_by() if seam.unneeded else seam.not_needed("one GPU was asked for, over which nothing is shared")
         return original(pipe, *args, **kwargs)
@@ -220,7 +222,7 @@ def say_not_served(seam: SeamState, name: str, reason: str) -> None:
     read, text = seam.settings, f"{name} on one GPU, with the script's own offload: {reason}"
     if read.generate is None or text in seam.fallbacks or not seam.enter():
         return
-    if not request_of(read).asks_for_one:
+    if not _asks_for_one(read):
         from wanshim.core.workers import AHEAD
 
         AHEAD.end()
@@ -234,7 +236,7 @@ def _say_alone(seam: SeamState, model: Any) -> None:
     from wanshim.core.workers.process import is_worker
 
     read = seam.settings
-    if read.generate is None or request_of(read).asks_for_one:
+    if read.generate is None or _asks_for_one(read):
         return
     if model.training or is_worker() or not seam.enter():
         return
@@ -309,6 +311,11 @@ def run(
         kwargs[_CALLBACK] = wrapt.FunctionWrapper(kwargs[_CALLBACK], call_aside)
     with _inside():
         return shared.run(bound, functools.partial(original, pipe, *args, **kwargs))
+
+
+def _asks_for_one(read: Settings) -> bool:
+    """As of the request, which need not be made for that."""
+    return read.generate is not None and read.generate.gpus == 1
 
 
 def request_of(read: Settings) -> Request:

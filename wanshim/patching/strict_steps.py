@@ -19,10 +19,17 @@ if TYPE_CHECKING:
     Method = Callable[..., torch.Tensor]
 
 
-def replace_steps(
-    method: Callable[[StrictOperators, Method], Method], tokens: int, name: str
-) -> Callable[[Method, SeamState], Method]:
-    """Makes what computes in the place of a function wherever the operators serve its tokens.
+def steps_seam(
+    target: str,
+    method: Callable[[StrictOperators, Method], Method],
+    tokens: int,
+    name: str,
+    *,
+    upstream: str,
+    remove_when: str,
+    required: bool = True,
+) -> Seam:
+    """The seam of a function whose steps kernels compute, wherever the operators serve its tokens.
 
     Args:
         method: from the operators and the original, a function with the original's arguments.
@@ -42,32 +49,19 @@ def replace_steps(
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> torch.Tensor:
-            if is_compiling() or seam.off or compiling() is not None:  # a compiled block takes the place of these
+            if is_compiling() or seam.off:
                 return original(*args, **kwargs)
             x = args[tokens] if len(args) > tokens else kwargs.get(name)
-            if not operators.serve(x) or not seam.enter():
+            # A compiled block takes the place of these.
+            if not operators.serve(x) or compiling() is not None or not seam.enter():
                 return original(*args, **kwargs)
             return ours(*args, **kwargs)
 
         return call
 
-    return make
-
-
-def steps_seam(
-    target: str,
-    method: Callable[[StrictOperators, Method], Method],
-    tokens: int,
-    name: str,
-    *,
-    upstream: str,
-    remove_when: str,
-    required: bool = True,
-) -> Seam:
-    """The seam of a function whose steps kernels compute. The first arguments are those of `replace_steps`."""
     return Seam(
         target,
-        replace_steps(method, tokens, name),
+        make,
         in_graph=True,
         stacks=True,
         required=required,

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from wanshim.core.decoding import OutputSpec, ParallelVae, VaeOptions, parallelize_decode, read_graph
-from wanshim.core.ranks import agreement, rendezvous
-from wanshim.core.ranks.rendezvous import Rendezvous
+from wanshim.core.ranks import agreement
+from wanshim.core.ranks import group as ranks_group
+from wanshim.core.ranks.group import Rendezvous
 from wanshim.core.ranks.store import default_store
 from wanshim.errors import ModelInvalid
 
@@ -166,7 +167,7 @@ def interleave(rank: int, pair: tuple[int, ...]) -> None:
     """From now on the second rank of each pair comes to a round when the first ranks of both pairs wait in theirs."""
     store, rounds = default_store(), itertools.count()
     store.set_timeout(timedelta(seconds=2 * DEADLINE))  # of reads too: a rank of a mixed-up round never writes
-    join, wait = Rendezvous._join, rendezvous.wait_for
+    join, wait = Rendezvous._join, ranks_group.wait_for
 
     def joins(self: Rendezvous, *args: Any) -> str:
         if rank == pair[1]:
@@ -180,7 +181,7 @@ def interleave(rank: int, pair: tuple[int, ...]) -> None:
         return wait(*args)
 
     Rendezvous._join = joins  # type: ignore[method-assign]
-    rendezvous.wait_for = waits
+    ranks_group.wait_for = waits
 
 
 def count(frames: torch.Tensor | None) -> int | None:

@@ -6,10 +6,11 @@ from functools import partial
 
 import torch
 
-from wanshim.core.decoding import DecoderGraph, VaeJob, VaePlan, parallelize_decode
+from wanshim.core.decoding import VaePlan, parallelize_decode
+from wanshim.core.decoding.model.graph import DecoderGraph
 from wanshim.core.decoding.modes import MODES, Mode
 from wanshim.core.decoding.modes.network import History, VaeRun, run_in_order
-from wanshim.core.decoding.plan import build_plan
+from wanshim.core.decoding.plan import VaeJob, build_plan
 
 from .ranks import run_ranks, values
 from .tiny import make_latent, make_vae

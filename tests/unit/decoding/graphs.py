@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from tests.distributed.decoding.tiny import make_vae
-from wanshim.core.decoding import DecoderGraph, read_graph
+from wanshim.core.decoding import read_graph
+from wanshim.core.decoding.model.graph import DecoderGraph
 
 LATENTS = {"2.1": (1, 16, 21, 88, 160), "2.2": (1, 48, 31, 44, 80)}
 

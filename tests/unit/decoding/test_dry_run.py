@@ -15,7 +15,7 @@ from tests.distributed.decoding.tiny import make_latent, make_vae
 from wanshim.cli import warm
 from wanshim.core.decoding import find_binding, read_graph
 from wanshim.core.decoding.dry_run import dry_run, usual_shapes
-from wanshim.core.decoding.model.encoder_graph import Graph
+from wanshim.core.decoding.model.graph import Graph
 from wanshim.core.decoding.operators.layout import used_strides
 from wanshim.core.shared.kernel_launch import Launch
 

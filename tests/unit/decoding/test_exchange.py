@@ -23,8 +23,7 @@ from wanshim.core.decoding.ranks.exchange import (
 )
 from wanshim.core.ranks import group as group_module
 from wanshim.core.ranks import store as store_module
-from wanshim.core.ranks.group import Group
-from wanshim.core.ranks.rendezvous import KEPT_ROUNDS
+from wanshim.core.ranks.group import KEPT_ROUNDS, Group
 from wanshim.errors import ModelInvalid, RankAbsent, RanksFailed
 
 CPU = torch.device("cpu")

@@ -8,8 +8,9 @@ from functools import cache
 import pytest
 import torch
 
-from wanshim.core.decoding import Graph, VaeJob, make_plans, read_graph
-from wanshim.core.decoding.plan import VaePlan
+from wanshim.core.decoding import Graph, read_graph
+from wanshim.core.decoding.plan import VaeJob, VaePlan
+from wanshim.core.decoding.planner import make_plans
 from wanshim.errors import ModelInvalid
 
 from .graphs import LATENTS, full, released

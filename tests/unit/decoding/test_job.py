@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from wanshim.core.decoding import TileSettings, VaeJob
-from wanshim.core.decoding.plan import build_plan, even_split, frame_work, sizes_text
+from wanshim.core.decoding import TileSettings
+from wanshim.core.decoding.plan import VaeJob, build_plan, even_split, frame_work, sizes_text
 
 JOB = VaeJob(latent=(1, 16, 6, 8, 10), itemsize=2, ranks=4, strict=False)
 OUTPUT = SimpleNamespace(output_shape=lambda latent: (1, 3, 21, 64, 80))

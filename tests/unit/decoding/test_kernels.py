@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 from wanshim.core.decoding.operators import attention_kernel, fast_kernels, fused
-from wanshim.core.decoding.model.graph import Duplicate, Norm
+from wanshim.core.decoding.model.graph import Norm, Shortcut
 from wanshim.core.decoding.operators.layout import dense
 from wanshim.core.decoding.operators.winograd import Products
 
@@ -42,23 +42,23 @@ for n, c, w in SIZES:
     windows = [dense((n, c, 4, 3, w + 2), main).zero_()[:, :, 2:, :, 1 : w + 1] for _ in range(2)]
     sums = [twin(main), twin(main)]
     fused.norm_into(sums[0], bias, skip, norm, windows[0], silu=True, kept=sums[0])
-    fast_kernels.norm_into(sums[1], bias, skip, norm, windows[1], silu=True, kept=sums[1])
+    fast_kernels.sum_into(sums[1], bias, skip, windows[1], norm, silu=True, kept=sums[1])
     note("norm", *windows)
     note("kept sum", *sums)
     phases = made(n, 4 * c, 2, 4, w + 1)
     outs, sums = ([dense((n, c, 2, 6, 2 * w), phases).zero_() for _ in range(2)] for _ in range(2))
     fused.norm_into(phases, bias, None, norm, outs[0], silu=True, kept=sums[0])
-    fast_kernels.norm_into(phases, bias, None, norm, outs[1], silu=True, kept=sums[1])
+    fast_kernels.sum_into(phases, bias, None, outs[1], norm, silu=True, kept=sums[1])
     note("phases", *outs)
     note("kept sum of phases", *sums)
-    dup = Duplicate(module=None, factor_t=1, factor_s=2, repeats=2, out_channels=c)
+    dup = Shortcut(module=None, factor_t=1, factor_s=2, group=2, out_channels=c)
     source = made(n, 2 * c, 2, 3, w)
     fused.add_duplicate(phases, bias, source, dup, False, outs[0])
     fast_kernels.add_duplicate(phases, bias, source, dup, False, outs[1])
     note("duplicate of phases", *outs)
     for factor_t in (1, 2):
         for first in (False, True):
-            dup = Duplicate(module=None, factor_t=factor_t, factor_s=2, repeats=2 * factor_t, out_channels=c)
+            dup = Shortcut(module=None, factor_t=factor_t, factor_s=2, group=2 * factor_t, out_channels=c)
             half = w // 2 + 1  # two programs, and a rest
             large = made(n, c, 2 * factor_t - (factor_t - 1 if first else 0), 6, 2 * half)
             source, outs = made(n, 2 * c, 2, 3, half), [twin(large), twin(large)]
@@ -73,8 +73,9 @@ for frames, (n, c, w) in PRODUCTS:
         skip = made(n, c, frames, 3, w)
         skips = [twin(skip), twin(skip)] if given else [None, None]
         around = [dense((n, c, frames + 3, 3, w + 2), parts[0]).zero_() for _ in range(2)]
-        for each, into, skip in zip((fused, fast_kernels), around, skips):
-            each.norm_into(products, bias, skip, norm, into[:, :, 2 : frames + 2, :, 1 : w + 1], silu=True, kept=skip)
+        insides = [each[:, :, 2 : frames + 2, :, 1 : w + 1] for each in around]
+        fused.norm_into(products, bias, skips[0], norm, insides[0], silu=True, kept=skips[0])
+        fast_kernels.sum_into(products, bias, skips[1], insides[1], norm, silu=True, kept=skips[1])
         note("norm of products", *around)
         if given:
             note("kept sum of products", *skips)  # in place

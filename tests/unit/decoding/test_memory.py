@@ -9,8 +9,18 @@ from torch import nn
 
 from wanshim.core.decoding import memory
 from wanshim.core.decoding.memory import Extent, working_bytes
-from wanshim.core.decoding.model.encoder_graph import Average, Downsample, DownStage, EncoderGraph, Graph
-from wanshim.core.decoding.model.graph import Attention, Conv, DecoderGraph, Duplicate, Norm, ResBlock, Stage, Upsample
+from wanshim.core.decoding.model.graph import (
+    Attention,
+    Conv,
+    DecoderGraph,
+    EncoderGraph,
+    Graph,
+    Norm,
+    ResBlock,
+    Sampler,
+    Shortcut,
+    Stage,
+)
 from wanshim.core.decoding.operators import attention_kernel, winograd
 
 NORM = Norm(module=nn.Identity(), scale=1.0, eps=0.0)
@@ -43,7 +53,7 @@ def block(given: int, made: int) -> ResBlock:
 
 
 ATTENTION = Attention(norm=NORM, qkv=conv(8, 24), proj=conv(8, 8))
-UP = Upsample(
+UP = Sampler(
     resize=nn.Identity(),
     conv=Conv(name="up", module=nn.Conv2d(8, 4, 3, device="meta")),
     time_conv=conv(8, 16, "time", time_only=True),
@@ -98,7 +108,7 @@ def test_history_adds_two_frames_of_each_causal_window() -> None:
         (graph(block(8, 16), last=16), 800 + 800 + 1600),
         (graph(ATTENTION), 400 + 6 * 400),
         (
-            graph(stage=Stage(blocks=(), upsample=UP, duplicate=None), last=4),
+            graph(stage=Stage(blocks=(), sampler=UP, shortcut=None), last=4),
             2 * 4 * 100 * 4 + 4 * 100 * 6,
         ),  # phases, sum, window
     ],
@@ -108,7 +118,7 @@ def test_each_part_of_a_network_adds_what_it_holds(built: DecoderGraph, values: 
     assert working_bytes(built, EXTENT, 2, "fast", keeps_history=False) == 2 * values
 
 
-DOWN = Downsample(
+DOWN = Sampler(
     conv=Conv(name="down", module=nn.Conv2d(8, 4, 3, stride=2, device="meta")),
     time_conv=Conv(name="time", module=nn.Conv3d(4, 4, (3, 1, 1), stride=(2, 1, 1), device="meta")),
 )
@@ -123,11 +133,11 @@ DOWN = Downsample(
     ],
 )
 def test_encode_counts_pictures_and_frames_before_they_are_halved(extent: Extent, passes: str, values: int) -> None:
-    encoder = encoder_of(DownStage(blocks=(), downsample=DOWN, average=None))
+    encoder = encoder_of(Stage(blocks=(), sampler=DOWN, shortcut=None))
     assert working_bytes(encoder, extent, 2, passes, keeps_history=False) == 2 * values
 
 
-def encoder_of(stage: DownStage, *middle: ResBlock | Attention) -> EncoderGraph:
+def encoder_of(stage: Stage, *middle: ResBlock | Attention) -> EncoderGraph:
     return EncoderGraph(
         name="by hand",
         conv_in=conv(3, 8, "in"),
@@ -139,19 +149,19 @@ def encoder_of(stage: DownStage, *middle: ResBlock | Attention) -> EncoderGraph:
     )
 
 
-DUPLICATE = Duplicate(module=nn.Identity(), factor_t=2, factor_s=2, repeats=1, out_channels=4)
-AVERAGE = Average(module=nn.Identity(), factor_t=2, factor_s=2, group=1, out_channels=16)
+DUPLICATE = Shortcut(module=nn.Identity(), factor_t=2, factor_s=2, group=1, out_channels=4)
+AVERAGE = Shortcut(module=nn.Identity(), factor_t=2, factor_s=2, group=1, out_channels=16)
 DECODER = graph(
     block(8, 16),
     Attention(norm=NORM, qkv=conv(16, 48), proj=conv(16, 16)),
     block(16, 8),
-    stage=Stage(blocks=(block(8, 8),), upsample=UP, duplicate=DUPLICATE),
+    stage=Stage(blocks=(block(8, 8),), sampler=UP, shortcut=DUPLICATE),
     last=4,
 )
-SPACE = Upsample(resize=nn.Identity(), conv=UP.conv, time_conv=None)
-PICTURES = graph(stage=Stage(blocks=(block(8, 8),), upsample=SPACE, duplicate=None), last=4)
+SPACE = Sampler(resize=nn.Identity(), conv=UP.conv, time_conv=None)
+PICTURES = graph(stage=Stage(blocks=(block(8, 8),), sampler=SPACE, shortcut=None), last=4)
 ENCODER = encoder_of(
-    DownStage(blocks=(block(8, 8),), downsample=DOWN, average=AVERAGE),
+    Stage(blocks=(block(8, 8),), sampler=DOWN, shortcut=AVERAGE),
     Attention(norm=NORM, qkv=conv(4, 12), proj=conv(4, 4)),
 )
 BEGIN = Extent(batch=2, frames=3, chunk=2, height=5, width=4, first=True, halo_rows=True)

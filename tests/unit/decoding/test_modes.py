@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from wanshim.core.decoding import TileSettings, VaeJob, VaePlan
+from wanshim.core.decoding import TileSettings, VaePlan
 from wanshim.core.decoding.memory import Extent, working_bytes
 from wanshim.core.decoding.modes import MODES
 from wanshim.core.decoding.modes.network import to_frames
 from wanshim.core.decoding.modes.tile import Tile, assign, make_grid, needs_tiles
+from wanshim.core.decoding.plan import VaeJob
 
 from .graphs import tiny
 

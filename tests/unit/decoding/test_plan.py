@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wanshim import settings
-from wanshim.core.decoding import VaeJob, make_plans
 from wanshim.core.decoding.modes import MODES
-from wanshim.core.decoding.plan import even_split
+from wanshim.core.decoding.plan import VaeJob, even_split
+from wanshim.core.decoding.planner import make_plans
 from wanshim.errors import ModelInvalid
 
 from .graphs import LATENTS, full

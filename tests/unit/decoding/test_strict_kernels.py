@@ -24,7 +24,7 @@ import json
 import torch
 import torch.nn.functional as F
 from wanshim.core.decoding.operators import strict_kernels as kernels
-from wanshim.core.decoding.model.graph import Duplicate
+from wanshim.core.decoding.model.graph import Shortcut
 from wanshim.core.decoding.operators.layout import duplicate, interleave
 
 torch.manual_seed(0)
@@ -77,7 +77,7 @@ for dtype, (b, c, t, h, w) in ((torch.float32, (1, 70, 2, 3, 5)), (torch.float16
         note_windows("pairs", lambda out: kernels.resize_into(x, bias, skip, out, pairs=True), expected)
         for factor_t in (1, 2):
             for begins in (False, True):
-                dup = Duplicate(module=None, factor_t=factor_t, factor_s=2, repeats=2 * factor_t, out_channels=c)
+                dup = Shortcut(module=None, factor_t=factor_t, factor_s=2, group=2 * factor_t, out_channels=c)
                 frames = 2 * factor_t - (factor_t - 1 if begins else 0)
                 source, main = make(b, 2 * c, 2, 3, 4), layout(b, c, frames, 6, 8).copy_(make(b, c, frames, 6, 8))
                 expected = (main + bias.view(1, -1, 1, 1, 1)) + duplicate(dup, source, begins)

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from wanshim.core.generation import GenerationJob, GenerationPlan, Limits, decide
+from wanshim.core.generation import GenerationPlan
+from wanshim.core.generation.decide import decide
+from wanshim.core.generation.job import GenerationJob, Limits
 
 GIB = 2**30
 JOB = GenerationJob(

@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.unit.threads import at_once
-from wanshim.core.ranks import rendezvous
-from wanshim.core.ranks.rendezvous import KEPT_ROUNDS, Rendezvous, Round
+from wanshim.core.ranks import group as ranks_group
+from wanshim.core.ranks.group import KEPT_ROUNDS, Rendezvous, Round
 from wanshim.errors import RankAbsent, RanksFailed
 
 LONG, SHORT = 20.0, 0.05
@@ -96,7 +96,7 @@ def test_rank_that_comes_while_another_gives_up_waits_on_for_the_rest() -> None:
 def test_rank_whose_time_is_over_when_it_wakes_joins_no_other_round(monkeypatch: pytest.MonkeyPatch) -> None:
     member, now = ranks(2)[0], [0.0]
     store = member._store
-    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(ranks_group.time, "monotonic", lambda: now[0])
 
     class Late:
         """Wakes whoever waits when rank 1 has given up, after the deadline."""
@@ -234,7 +234,7 @@ def test_failure_after_a_complete_round_ends_the_next() -> None:
 def test_rounds_that_others_give_up_do_not_extend_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     member, now, limits = ranks(3)[0], [0.0], list[float]()
     store = member._store
-    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(ranks_group.time, "monotonic", lambda: now[0])
 
     class GivingUp:
         """Rank 1 gives up each round 0.4 s after this rank has joined it."""

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from tests.unit.threads import at_once
 from wanshim.core.ranks.group import Group
 from wanshim.core.shared import host_memory
-from wanshim.core.streaming import allocate, shared_memory
-from wanshim.core.streaming.shared_memory import Shared
+from wanshim.core.streaming import shared_memory
+from wanshim.core.streaming.shared_memory import Shared, allocate
 from wanshim.errors import HostMemoryInvalid, RankAbsent, RanksFailed, WanshimError
 
 GIB = 2**30

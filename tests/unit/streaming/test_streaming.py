@@ -14,17 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from tests.unit.streaming.model import BLOCKS, Block, Model, data
 from wanshim.core.model_split import split_model
 from wanshim.core.ranks.group import Group
-from wanshim.core.streaming import (
-    StreamHandle,
-    plan_stream,
-    shared_memory,
-    stream,
-    stream_model,
-    stream_of,
-    streamable_bytes,
-    streamed_blocks,
-)
+from wanshim.core.streaming import StreamHandle, shared_memory, stream, stream_model, stream_of, streamable_bytes
 from wanshim.core.streaming.block_weights import can_wait
+from wanshim.core.streaming.plan import plan_stream, streamed_blocks
 from wanshim.errors import HostMemoryInvalid, PlacementInvalid, WanshimError
 
 GIB = 2**30

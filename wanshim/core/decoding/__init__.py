@@ -1,19 +1,15 @@
 """Decode room: one Wan VAE for four frameworks, decoder and encoder, split in time, in space or in tiles over GPUs."""
 
-from wanshim.core.decoding.model.binding import Binding, Call, Compute, find_binding
-from wanshim.core.decoding.model.encoder_graph import Graph
+from wanshim.core.decoding.model.binding import Binding, Call, Compute, find_binding, graph_of
 from wanshim.core.decoding.model.framework import VaeFallback, compute_untiled
-from wanshim.core.decoding.model.graph import DecoderGraph
-from wanshim.core.decoding.model.modules import ModuleReader
-from wanshim.core.decoding.model.reader import read_graph
-from wanshim.core.decoding.model.wan_reader import read_wan_graph
+from wanshim.core.decoding.model.graph import Graph
+from wanshim.core.decoding.model.reader import ModuleReader, read_graph, read_wan_graph
 from wanshim.core.decoding.plan import TileSettings
 from wanshim.core.decoding.ranks.output import OutputSpec
 
 from .call import KernelsMissing, ParallelVae, VaeOptions, input_first
 from .handle import VaeHandle, parallelize_decode, parallelize_encode
-from .plan import VaeJob, VaePlan
-from .planner import make_plans
+from .plan import VaePlan
 from .vae_cache import VaeCache, held_alone, held_by, sequence_group
 
 __all__ = [
@@ -21,10 +17,8 @@ __all__ = [
     "Call",
     "Compute",
     "VaeHandle",
-    "VaeJob",
     "VaeOptions",
     "VaePlan",
-    "DecoderGraph",
     "Graph",
     "KernelsMissing",
     "ModuleReader",
@@ -35,10 +29,10 @@ __all__ = [
     "VaeCache",
     "TileSettings",
     "find_binding",
+    "graph_of",
     "input_first",
     "held_alone",
     "held_by",
-    "make_plans",
     "parallelize_decode",
     "parallelize_encode",
     "read_graph",

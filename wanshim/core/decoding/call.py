@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from wanshim.core.decoding.model.binding import Compute
-from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.model.framework import VaeFallback
+from wanshim.core.decoding.model.graph import Graph
 from wanshim.core.decoding.operators.base import conv_flags
 from wanshim.core.decoding.operators.learning import SHARE
 from wanshim.core.decoding.operators.strict_checks import keep_dtype
@@ -275,7 +275,9 @@ class ParallelVae:
         """The state of calls like this one."""
         backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # the older switch may not be readable
         flags = (*conv_flags(), *(each.fp32_precision for each in backends))
-        autocast, dtype = torch.is_autocast_enabled(given.device.type), self._dtype(given)
+        kind = given.device.type
+        autocast = torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind) if autocast else self.graph.dtype
         laid = all(conv.module.weight.is_contiguous() for conv in self.graph.convs())
         key = (given.shape, given.dtype, given.device, dtype, *given.stride(), *flags, autocast, laid)
         if self._last is None or self._last[0] != key:
@@ -370,12 +372,6 @@ class ParallelVae:
             f"a {graph.source} of shape {list(given.shape)}",
             expected=f"[batch, {graph.input_channels}, frames, height, width], {graph.input_sizes}, for {graph.name}",
         )
-
-    def _dtype(self, given: torch.Tensor) -> torch.dtype:
-        kind = given.device.type
-        if torch.is_autocast_enabled(kind):
-            return torch.get_autocast_dtype(kind)
-        return self.graph.dtype
 
     def _casts(self, given: torch.Tensor, dtype: torch.dtype) -> bool:
         """Is autocast on, and for another dtype than that of what is given, of a weight or of what a norm returns?"""

@@ -16,8 +16,7 @@ from torch import nn
 
 from wanshim.core.shared.kernel_launch import Launch, noted
 
-from .model.encoder_graph import EncoderGraph, Graph
-from .model.graph import Conv
+from .model.graph import Conv, EncoderGraph, Graph
 from .modes.network import History, VaeRun, run_in_order
 from .operators import fused
 from .operators.base import FastOperators, Operators

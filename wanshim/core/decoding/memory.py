@@ -12,8 +12,16 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from wanshim.core.decoding.model.encoder_graph import Average, Downsample, EncoderGraph, Graph
-from wanshim.core.decoding.model.graph import Attention, Conv, DecoderGraph, ResBlock, Upsample
+from wanshim.core.decoding.model.graph import (
+    Attention,
+    Conv,
+    DecoderGraph,
+    EncoderGraph,
+    Graph,
+    ResBlock,
+    Sampler,
+    Shortcut,
+)
 from wanshim.core.decoding.operators import attention_kernel, winograd
 
 
@@ -195,18 +203,18 @@ class _DecoderWalk(_Walk):
         for block in graph.middle:
             x = self._block(block, x)
         for stage in graph.stages:
-            self.around = self._run(x) if stage.duplicate is not None else 0.0
+            self.around = self._run(x) if stage.shortcut is not None else 0.0
             for block in stage.blocks:
                 x = self._block(block, x)
-            if stage.upsample is not None:
-                x = self._upsample(stage.upsample, x)
+            if stage.sampler is not None:
+                x = self._upsample(stage.sampler, x)
                 self._see(self._chunk(x) * (3 if self.strict and self.around else 1) + self.phases)
                 if self.around:
                     self.phases = 0.0
             self.around = 0.0
         return self._last(graph.conv_out, x)
 
-    def _upsample(self, up: Upsample, x: int) -> int:
+    def _upsample(self, up: Sampler, x: int) -> int:
         source = self._read(self._chunk(x))
         if up.time_conv is not None:
             self._see(self.skip + max(source, self._run(x)) + self._window(up.time_conv))
@@ -240,24 +248,24 @@ class _EncoderWalk(_Walk):
         x = graph.conv_in.out_channels
         self._convolution(graph.conv_in, 0.0)
         for stage in graph.stages:
-            around = 0.0 if stage.average is None else self._average(stage.average, x)
+            around = 0.0 if stage.shortcut is None else self._average(stage.shortcut, x)
             self.around = around
             for block in stage.blocks:
                 x = self._block(block, x)
-            if stage.downsample is not None:
-                x = self._downsample(stage.downsample, x)
+            if stage.sampler is not None:
+                x = self._downsample(stage.sampler, x)
             self.around, self.skip = 0.0, self.skip + around
         for block in graph.middle:
             x = self._block(block, x)
         return self._last(graph.conv_out, x)
 
-    def _average(self, average: Average, x: int) -> float:
+    def _average(self, average: Shortcut, x: int) -> float:
         """The average that a stage keeps of its input until its end."""
         self._see(self.skip + self._run(x) + 2 * self._chunk(x))
         held = -(-self.held // average.factor_t)
         return self._size(average.out_channels, held) / average.factor_s**2
 
-    def _downsample(self, down: Downsample, x: int) -> int:
+    def _downsample(self, down: Sampler, x: int) -> int:
         out = down.conv.out_channels
         self._summed(down.conv, x, self.skip)
         window = self._window(down.conv)

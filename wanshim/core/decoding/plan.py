@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from math import prod
 from typing import Any
 
 from wanshim.core.decoding.memory import Extent, working_bytes
-from wanshim.core.decoding.model.encoder_graph import Graph
+from wanshim.core.decoding.model.graph import Graph
 
 _FIRST_FRAME = 0.32  # work of the video's first latent frame against any other
 _WINOGRAD_TIME = 0.7  # of a decode without, on an H200 (docs/measured/decode.md)
@@ -143,10 +143,6 @@ class VaeJob:
         """Whether `plan` takes so much of the free memory that fragments of it may not do."""
         return self.free is not None and max(plan.peak) > _TIGHT * self.free
 
-    def plainly_strict(self) -> VaeJob:
-        """The same as the framework computes it."""
-        return replace(self, strict=True, strict_cuda=False)
-
     def chunks(self) -> tuple[int, ...]:
         """The numbers of latent frames per step that a mode may take, the most first."""
         frames = self.latent[2]
@@ -185,10 +181,10 @@ class VaePlan:
     mode: str
     strict: bool
     ranks: int
-    axis: str | None
-    split: tuple[tuple[int, int], ...]
-    owners: tuple[int, ...]
-    split_text: str
+    axis: str | None = None
+    split: tuple[tuple[int, int], ...] = ()
+    owners: tuple[int, ...] = ()
+    split_text: str = "none"
     chunk: int
     peak: tuple[int, ...]
     cost: float
@@ -203,10 +199,6 @@ class VaePlan:
     def dim(self) -> int | None:
         """The dimension of the latent that `axis` names."""
         return {"height": 3, "width": 4, None: None}[self.axis]
-
-    @property
-    def promises_bits(self) -> bool:
-        return self.strict and self.exactness == "strict"
 
     def kind(self, job: VaeJob) -> str:
         """The calls of one size for which one comparison with the framework is valid."""
@@ -259,24 +251,13 @@ class Mode:
 
 
 def build_plan(
-    graph: Graph,
-    job: VaeJob,
-    *,
-    mode: str,
-    exactness: str,
-    chunk: int,
-    peak: tuple[int, ...],
-    cost: float,
-    reason: str,
-    axis: str | None = None,
-    split: tuple[tuple[int, int], ...] = (),
-    owners: tuple[int, ...] = (),
-    split_text: str = "none",
+    graph: Graph, job: VaeJob, *, mode: str, exactness: str, peak: tuple[int, ...], cost: float, **fields: Any
 ) -> VaePlan:
     """A mode's plan for `job`; to the `peak` of each rank's computation it adds the output that the rank keeps.
 
     Args:
         exactness: with the strict operators; the fast ones are within tolerance at best.
+        fields: the other fields of the plan that are the mode's.
     """
     output = prod(graph.output_shape(job.latent)) * job.output_itemsize
     if exactness == "strict" and not job.strict:
@@ -285,17 +266,12 @@ def build_plan(
         mode=mode,
         strict=job.strict,
         ranks=job.ranks,
-        axis=axis,
-        split=split,
-        owners=owners,
-        split_text=split_text,
-        chunk=chunk,
         peak=tuple(each + output for each in peak),
         cost=cost * (_WINOGRAD_TIME if job.by_winograd else 1.0),
         exactness=exactness,
-        reason=reason,
         by_winograd=job.by_winograd,
         without_tiles=job.lean and mode != "tile",
+        **fields,
     )
 
 

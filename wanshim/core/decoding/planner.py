@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from wanshim.core.decoding.model.encoder_graph import EncoderGraph, Graph
+from wanshim.core.decoding.model.graph import EncoderGraph, Graph
 from wanshim.core.decoding.modes import MODES, SINGLE, Mode
 from wanshim.errors import ModelInvalid
 

@@ -9,15 +9,14 @@ a convolution over all frames at once may add in another order for fewer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 from time import perf_counter
 
 import torch
 
-from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.model.framework import Framework
-from wanshim.core.decoding.model.graph import Attention
+from wanshim.core.decoding.model.graph import Attention, Graph
 from wanshim.core.decoding.operators.attention_kernel import stored_values
 from wanshim.core.shared.gpu_memory import free_bytes
 
@@ -114,7 +113,7 @@ class Comparison:
         free = free_bytes(self._given.device)
         b, c, _, h, w = self._job.latent
         output = self._graph.output_shape((b, c, frames, h, w))
-        plain = self._job.plainly_strict()
+        plain = replace(self._job, strict=True, strict_cuda=False)  # as the framework computes it
         work = plain.working_bytes(self._graph, frames=1, chunk=1, first=False, keeps_history=True)
         work += max((self._scores(block, b, h * w) for block in self._graph.middle), default=0)
         return free is None or work + 3 * torch.Size(output).numel() * self._job.itemsize < _USABLE * free

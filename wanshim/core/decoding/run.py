@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.model.framework import VaeFallback
+from wanshim.core.decoding.model.graph import Graph
 from wanshim.core.decoding.modes import MODES, SINGLE
 from wanshim.core.decoding.modes.network import VaeRun, finisher
 from wanshim.core.decoding.operators.base import FastOperators, Operators, StrictOperators
@@ -253,7 +253,7 @@ class CallRun:
 
     def _has_own_result(self, plan: VaePlan) -> bool:
         """Whether `plan` promises the bits of a framework whose own result is available."""
-        return plan.promises_bits and self.graph.framework is not None and self.graph.framework.known
+        return plan.exactness == "strict" and self.graph.framework is not None and self.graph.framework.known
 
     def _keeps_frames(self, plan: VaePlan) -> bool:
         """Whether each rank holds a result that can be compared, of work with the other ranks too."""

@@ -18,8 +18,8 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 
-from wanshim.core.decoding.model.encoder_graph import Graph
 from wanshim.core.decoding.model.framework import VaeFallback
+from wanshim.core.decoding.model.graph import Graph
 from wanshim.core.decoding.plan import TileSettings
 from wanshim.core.ranks import agreement
 from wanshim.core.shared.digest import digest

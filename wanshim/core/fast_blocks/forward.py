@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -28,6 +28,7 @@ from wanshim.core.shared.fallback import Fallback
 from wanshim.core.shared.plain import is_compiled, why_not_plain
 from wanshim.core.shared.recent import Recent
 from wanshim.core.workers.process import is_worker
+from wanshim.errors import FeatureUnavailable
 from wanshim.undo import Undo
 
 T = TypeVar("T")
@@ -144,12 +145,9 @@ class FastForward:
         strict = "compile" in self._options.strict
         if strict not in self._graphs:
             with Undo() as nothing:
-                left = None if strict else self._left_compiled
+                left = None if strict else partial(self._left, "blocks are not compiled")
                 self._graphs[strict] = CompiledBlocks((), nothing, alike=True, on_fallback=left)
         return self._graphs[strict]
-
-    def _left_compiled(self, cause: str) -> None:
-        self._left("blocks are not compiled", cause)
 
     def _left(self, what: str, why: str) -> None:
         sentence = f"left out: {what}: {why}"
@@ -188,8 +186,6 @@ class FastForward:
 
     def _left_out(self, field: str, what: str, why: str) -> None:
         if field in self._options.strict:
-            from wanshim.errors import FeatureUnavailable
-
             raise FeatureUnavailable(f"{what}: {why}", hint="Change that, or run without strict")
         self._left(what, why)
 
@@ -234,9 +230,7 @@ def _latents(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return next((each for each in tensors if each.ndim == 5), tensors[0])
 
 
-@cache
-def _refused(format: str, device: torch.device) -> str | None:
-    return refusal(format, device)
+_refused = cache(refusal)
 
 
 def _why_quantized(blocks: Sequence[nn.Module]) -> str:

@@ -30,7 +30,11 @@ def _with_weights(job: GenerationJob, limits: Limits, weights: int) -> Generatio
     chosen, used = (1, 1), job.devices[:1]
 
     def lacks(device: str, sequence: int) -> str:
-        return _lacks(limits, device, _needed(job, weights, sequence))
+        """That a device has too little memory, or nothing."""
+        needed, free = _needed(job, weights, sequence), limits.available.get(device)
+        if free is None or needed <= free:
+            return ""
+        return f"{format_bytes(needed)} would be needed, {format_bytes(free)} are available"
 
     for guidance in (2, 1):
         for sequence in range(len(job.devices) // guidance, 0, -1):
@@ -67,14 +71,6 @@ def _needed(job: GenerationJob, weights: int, sequence: int) -> int:
     """Bytes of the models and of a rank's part of a forward: of two ranks, which more do not need less than."""
     working = job.working or 0
     return weights + (working if sequence == 1 else round(working / 2 * (1 + _EXCHANGE)))
-
-
-def _lacks(limits: Limits, device: str, needed: int) -> str:
-    """That a device has too little memory, or nothing."""
-    free = limits.available.get(device)
-    if free is None or needed <= free:
-        return ""
-    return f"{format_bytes(needed)} would be needed, {format_bytes(free)} are available"
 
 
 def _why_not(job: GenerationJob, guidance: int, sequence: int, present: int) -> str:

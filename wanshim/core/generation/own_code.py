@@ -37,7 +37,7 @@ def why_other_code(model: nn.Module, methods: Iterable[str] = ()) -> str:
     for path, part in _parts(model):
         cls = type(part)
         where = f"{path}: " if path else ""
-        if not _is_installed(cls.__module__, package):
+        if not is_installed(cls.__module__, package):
             return f"{where}{cls.__module__}.{cls.__qualname__} is no class of an installed package"
         for name in (*_METHODS, *(methods if part is model else ())):
             found = next((each for each in cls.__mro__ if name in vars(each)), object)
@@ -54,7 +54,7 @@ def why_other_code(model: nn.Module, methods: Iterable[str] = ()) -> str:
                 continue
             value = value.__func__ if isinstance(value, MethodType) else value
             for function in _chain(value) if _wraps(value) else ():
-                if not (_is_installed(_home(function), package) or _imports(place, name, _home(function))):
+                if not (is_installed(_home(function), package) or _imports(place, name, _home(function))):
                     return f"{'.'.join(filter(None, (place, name)))} is {_name(function)} here"
     return _why_other_torch()
 
@@ -69,7 +69,7 @@ def own_methods(thing: object, package: str) -> list[str]:
 
 def is_own(thing: object, package: str) -> bool:
     """Whether an object's class, or a base of it, is the program's own: it may run code in no method that is known."""
-    return not all(_is_installed(cls.__module__, package) for cls in type(thing).__mro__)
+    return not all(is_installed(cls.__module__, package) for cls in type(thing).__mro__)
 
 
 def why_other_function(function: Any, package: str) -> str:
@@ -81,12 +81,17 @@ def why_other_function(function: Any, package: str) -> str:
         found = getattr(found, "__wrapped__", found)  # as of `functools.lru_cache`
     homes = [_home(each) for each in _chain(found)] if _wraps(found) else []
     homes = homes or [str((found if isinstance(found, type) else type(found)).__module__)]
-    return "" if all(_is_installed(home, package) for home in homes) else f"is {_name(found)} here"
+    return "" if all(is_installed(home, package) for home in homes) else f"is {_name(found)} here"
 
 
-def is_installed(module: str) -> bool:
-    """Whether a module is one of an installed package, which a worker can import without running the program's code."""
-    return _is_installed(module, "")
+def is_installed(module: str, package: str = "") -> bool:
+    """Whether a module is one of an installed package, which a worker can import without running the program's code.
+
+    Args:
+        package: one that counts as installed, wherever it lies.
+    """
+    top = _package(module)
+    return top in (package, *_EVERYWHERE) or _lies_among_packages(top)
 
 
 def _why_other_torch() -> str:
@@ -157,11 +162,6 @@ def _wraps(value: Any) -> bool:
 def _home(function: FunctionType) -> str:
     """The module in which it was made; one that `exec` has made may have none."""
     return str(function.__globals__.get("__name__", ""))
-
-
-def _is_installed(module: str, package: str) -> bool:
-    top = _package(module)
-    return top in (package, *_EVERYWHERE) or _lies_among_packages(top)
 
 
 @functools.cache

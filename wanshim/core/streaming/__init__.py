@@ -1,24 +1,14 @@
 """Frozen weights streamed: part of a model waits in host memory and comes to the device ahead of its use."""
 
 from wanshim.core.streaming.host_copy import HostCopy, bytes_when_streamed, compute_from
-from wanshim.core.streaming.plan import plan_stream, streamed_blocks
-from wanshim.core.streaming.shared_memory import allocate
-from wanshim.core.streaming.stream import (
-    StreamHandle,
-    stream_model,
-    stream_of,
-    streamable_bytes,
-)
+from wanshim.core.streaming.stream import StreamHandle, stream_model, stream_of, streamable_bytes
 
 __all__ = [
     "HostCopy",
     "StreamHandle",
-    "allocate",
     "bytes_when_streamed",
     "compute_from",
-    "plan_stream",
     "stream_model",
     "stream_of",
     "streamable_bytes",
-    "streamed_blocks",
 ]

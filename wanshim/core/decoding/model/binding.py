@@ -17,15 +17,17 @@ from functools import cache, partial
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 
 from wanshim.core.decoding.plan import TileSettings
 from wanshim.errors import ModelInvalid
 
-from .encoder_graph import Graph
+from .graph import Graph
 
 ADAPTERS = "wanshim.adapters"
+_GRAPHS: WeakKeyDictionary[Any, dict[str, Graph]] = WeakKeyDictionary()  # by VAE and verb
 
 
 class Call(Protocol):
@@ -83,6 +85,7 @@ def find_binding(vae: Any, verb: str = "decode") -> Binding:
     )
 
 
+@cache
 def _own_builders(verb: str) -> dict[str, Builder]:
     """Those of wanshim's adapters, installed or not: a source tree has no entry points."""
     own: dict[str, Builder] = {}
@@ -97,6 +100,15 @@ def _own_builders(verb: str) -> dict[str, Builder]:
 def _registered_builders(group: str, path: tuple[str, ...]) -> dict[str, Builder]:
     """Looked up once for a `path`: it reads the metadata of every installed distribution."""
     return {entry.name: _loading(entry) for entry in entry_points(group=group)}
+
+
+def graph_of(vae: Any, verb: str, read: Callable[[Any], Graph]) -> Graph:
+    """The graph that `read` builds, at the first call and where a module was replaced since."""
+    known = _GRAPHS.setdefault(vae, {})
+    graph = known.get(verb)
+    if graph is None or graph.framework is None or graph.framework.replaced():
+        graph = known[verb] = read(vae)
+    return graph
 
 
 def _loading(entry: EntryPoint) -> Builder:

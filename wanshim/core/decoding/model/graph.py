@@ -1,18 +1,21 @@
-"""The normal form of the Wan decoder: which module does what, by reference, in the order the data meets them.
+"""The normal form of Wan's decoder and encoder: which module does what, by reference, in the order the data meets them.
 
-An adapter builds a `DecoderGraph` from the modules of its framework (the encoder's is in `encoder_graph.py`). Nothing
-is copied: weights are read from the modules when they are used, so moving, casting or replacing them keeps working. Two
-layouts are known:
+An adapter builds a graph from the modules of its framework. Nothing is copied: weights are read from the modules when
+they are used, so moving, casting or replacing them keeps working. Two layouts are known:
 
-- 2.1 (16 latent channels): residual blocks and upsamplers in a row;
-- 2.2 (48 latent channels, patch size 2): each stage also adds a duplicated copy of its input (`Duplicate`).
+- 2.1 (16 latent channels): residual blocks and samplers in a row;
+- 2.2 (48 latent channels, patch size 2): each stage also adds a duplicated copy of a decoder's input, or the averages
+  of an encoder's (`Shortcut`).
+
+The first frame of a video is encoded alone, then `scale_t` frames at a time: each chunk gives one latent frame.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from itertools import chain
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import nn
@@ -104,32 +107,48 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Upsample:
-    """Doubles height and width, and with `time_conv` every frame but the video's first."""
+class Sampler:
+    """Doubles height and width in a decoder, halves them in an encoder, and with `time_conv` every frame but the
+    video's first.
 
-    resize: nn.Module
+    Args:
+        time_conv: before `conv` in a decoder, behind it in an encoder.
+        resize: what enlarges pictures before `conv`; None: an encoder's, whose `conv` strides.
+    """
+
     conv: Conv
     time_conv: Conv | None
+    resize: nn.Module | None = None
+
+    def convs(self) -> tuple[Conv, ...]:
+        if self.time_conv is None:
+            return (self.conv,)
+        return (self.conv, self.time_conv) if self.resize is None else (self.time_conv, self.conv)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Duplicate:
-    """The 2.2 layout's shortcut around a stage: channels unfolded into time and space (`DupUp3D`)."""
+class Shortcut:
+    """The 2.2 layout's way around a stage. A decoder's repeats channels and unfolds them into time and space
+    (`DupUp3D`); an encoder's folds time and space into channels and averages them (`AvgDown3D`).
+
+    Args:
+        group: how many channels are made of one, or averaged.
+    """
 
     module: nn.Module
     factor_t: int
     factor_s: int
-    repeats: int
+    group: int
     out_channels: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Stage:
-    """Blocks at one resolution, then at most one upsampler."""
+    """Blocks at one resolution, then at most one up- or downsampler; in the 2.2 layout a shortcut around all of it."""
 
     blocks: tuple[ResBlock | Attention, ...]
-    upsample: Upsample | None
-    duplicate: Duplicate | None
+    sampler: Sampler | None
+    shortcut: Shortcut | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -146,7 +165,7 @@ class Coder:
     name: str
     conv_in: Conv
     middle: tuple[ResBlock | Attention, ...]
-    stages: tuple[Any, ...]
+    stages: tuple[Stage, ...]
     norm_out: Norm
     conv_out: Conv
     patch_size: int = 1
@@ -165,9 +184,9 @@ class Coder:
         return 1 + (latents - 1) * self.scale_t if latents else 0
 
     @property
-    def samplers(self) -> list[Any]:
+    def samplers(self) -> list[Sampler]:
         """The modules that halve or double the picture."""
-        raise NotImplementedError
+        return [stage.sampler for stage in self.stages if stage.sampler is not None]
 
     @property
     def scale_s(self) -> int:
@@ -178,6 +197,15 @@ class Coder:
     def scale_t(self) -> int:
         """Frames per latent frame, for every latent frame but the first."""
         return int(2 ** sum(sampler.time_conv is not None for sampler in self.samplers))
+
+    def _middle_convs(self) -> Iterator[Conv]:
+        return chain.from_iterable(map(block_convs, self.middle))
+
+    def _stage_convs(self) -> Iterator[Conv]:
+        for stage in self.stages:
+            yield from chain.from_iterable(map(block_convs, stage.blocks))
+            if stage.sampler is not None:
+                yield from stage.sampler.convs()
 
     def norms(self) -> Iterator[Norm]:
         for block in (*self.middle, *(block for stage in self.stages for block in stage.blocks)):
@@ -198,7 +226,6 @@ class DecoderGraph(Coder):
     source: ClassVar[str] = "latent"
 
     post_quant: Conv
-    stages: tuple[Stage, ...]
     clamped: bool = True
 
     @property
@@ -209,10 +236,6 @@ class DecoderGraph(Coder):
     def input_sizes(self) -> str:
         """The height and width that an input may have, in words."""
         return "none of them 0"
-
-    @property
-    def samplers(self) -> list[Upsample]:
-        return [stage.upsample for stage in self.stages if stage.upsample is not None]
 
     def extent(self, shape: Sequence[int]) -> tuple[int, int, int, int, int]:
         """Batch, channels, frames, height and width of an input, in units of the latent."""
@@ -239,17 +262,73 @@ class DecoderGraph(Coder):
 
     def convs(self) -> Iterator[Conv]:
         """Every convolution, in the order of use."""
-        yield from (self.post_quant, self.conv_in)
-        for block in self.middle:
-            yield from block_convs(block)
-        for stage in self.stages:
-            for block in stage.blocks:
-                yield from block_convs(block)
-            if stage.upsample is not None:
-                if stage.upsample.time_conv is not None:
-                    yield stage.upsample.time_conv
-                yield stage.upsample.conv
-        yield self.conv_out
+        return chain((self.post_quant, self.conv_in), self._middle_convs(), self._stage_convs(), (self.conv_out,))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EncoderGraph(Coder):
+    """A Wan encoder. Its output are mean and logarithm of the variance, [B, 2 Z, T, h, w].
+
+    Args:
+        quant: the 1x1x1 convolution on the whole output.
+    """
+
+    verb: ClassVar[str] = "encode"
+    source: ClassVar[str] = "video"
+
+    quant: Conv
+
+    @property
+    def input_channels(self) -> int:
+        return self.conv_in.in_channels // self.patch_size**2
+
+    @property
+    def input_sizes(self) -> str:
+        """The height and width that an input may have, in words."""
+        if self._divides:
+            return f"height and width multiples of {self.scale_s * self.patch_size}"
+        return f"height and width at least {self.scale_s}"
+
+    @property
+    def _divides(self) -> bool:
+        """Patches and averages take whole blocks of pixels."""
+        return self.patch_size > 1 or any(stage.shortcut is not None for stage in self.stages)
+
+    def extent(self, shape: Sequence[int]) -> tuple[int, int, int, int, int]:
+        """Batch, channels, frames, height and width of an input, in units of the latent."""
+        b, c, t, h, w = shape
+        pixels = self.scale_s * self.patch_size
+        if self._divides and (h % pixels or w % pixels):
+            return b, c, 0, 0, 0
+        return b, c, 1 + (t - 1) // self.scale_t, h // pixels, w // pixels
+
+    def cut(self, x: torch.Tensor, dim: int, start: int, stop: int) -> torch.Tensor:
+        """The part of an input that latent frames (2), rows (3) or columns (4) `start` to `stop` come from."""
+        if dim == 2:
+            return x.narrow(2, self.frames(start), self.frames(stop) - self.frames(start))
+        pixels = self.scale_s * self.patch_size
+        last = stop == x.shape[dim] // pixels  # rows and columns beyond the last latent one are seen by it
+        return x.narrow(dim, start * pixels, (x.shape[dim] if last else stop * pixels) - start * pixels)
+
+    def output_shape(self, extent: tuple[int, int, int, int, int]) -> tuple[int, int, int, int, int]:
+        b, _, t, h, w = extent
+        return b, self.conv_out.out_channels, t, h, w
+
+    @property
+    def output_scale(self) -> int:
+        """Rows and columns of the output per latent one."""
+        return 1
+
+    def output_range(self, start: int, stop: int) -> tuple[int, int]:
+        """The frames of the output that latent frames `start` to `stop` give."""
+        return start, stop
+
+    def convs(self) -> Iterator[Conv]:
+        """Every convolution, in the order of use."""
+        return chain((self.conv_in,), self._stage_convs(), self._middle_convs(), (self.conv_out, self.quant))
+
+
+Graph: TypeAlias = DecoderGraph | EncoderGraph
 
 
 def block_norms(block: ResBlock | Attention) -> tuple[Norm, ...]:

@@ -22,10 +22,18 @@ from typing import TypeAlias
 
 import torch
 
-from wanshim.core.decoding.model.encoder_graph import Downsample, DownStage, EncoderGraph, Graph
-from wanshim.core.decoding.model.graph import Attention, Conv, DecoderGraph, Norm, ResBlock, Stage, Upsample
+from wanshim.core.decoding.model.graph import (
+    Attention,
+    Conv,
+    DecoderGraph,
+    EncoderGraph,
+    Graph,
+    Norm,
+    ResBlock,
+    Sampler,
+    Stage,
+)
 from wanshim.core.decoding.operators.base import Operators
-from wanshim.core.decoding.operators.layout import patchify, unpatchify
 from wanshim.core.decoding.operators.window import Pending, Tokens, Window
 from wanshim.core.decoding.plan import VaeJob, VaePlan
 from wanshim.core.decoding.ranks.exchange import Comm
@@ -68,16 +76,16 @@ def decode_chunk(graph: DecoderGraph, ops: Operators, latent: torch.Tensor, *, f
 
 def _stage(ops: Operators, stage: Stage, x: Pending, first: bool) -> _Part:
     around = None
-    if stage.duplicate is not None:
+    if stage.shortcut is not None:
         around = ops.resolve(x)
         x = Pending(around)
     for block in stage.blocks:
         x = yield from _block(ops, block, x)
         x.shared = x.skip is around
-    if stage.upsample is not None:
-        x = yield from _upsample(ops, stage.upsample, x, first)
-    if stage.duplicate is not None and around is not None:
-        x = ops.add_duplicate(stage.duplicate, x, around, first)
+    if stage.sampler is not None:
+        x = yield from _upsample(ops, stage.sampler, x, first)
+    if stage.shortcut is not None and around is not None:
+        x = ops.add_duplicate(stage.shortcut, x, around, first)
     return x
 
 
@@ -110,16 +118,16 @@ def _attention(ops: Operators, block: Attention, x: Pending) -> _Part:
     return ops.attend(block, queries, gathered, skip)
 
 
-def _down_stage(ops: Operators, stage: DownStage, x: Pending, first: bool) -> _Part:
+def _down_stage(ops: Operators, stage: Stage, x: Pending, first: bool) -> _Part:
     around = None
-    if stage.average is not None:
+    if stage.shortcut is not None:
         source = ops.resolve(x)
-        x, around = Pending(source), ops.average(stage.average, source)
+        x, around = Pending(source), ops.average(stage.shortcut, source)
         del source
     for block in stage.blocks:
         x = yield from _block(ops, block, x)
-    if stage.downsample is not None:
-        x = yield from _downsample(ops, stage.downsample, x, first)
+    if stage.sampler is not None:
+        x = yield from _downsample(ops, stage.sampler, x, first)
     if around is not None:
         if x.skip is not None:
             x = Pending(ops.resolve(x))
@@ -127,7 +135,7 @@ def _down_stage(ops: Operators, stage: DownStage, x: Pending, first: bool) -> _P
     return x
 
 
-def _downsample(ops: Operators, down: Downsample, x: Pending, first: bool) -> _Part:
+def _downsample(ops: Operators, down: Sampler, x: Pending, first: bool) -> _Part:
     window = ops.summed_window(down.conv, x)
     yield window
     x = ops.conv(window)
@@ -142,7 +150,7 @@ def _downsample(ops: Operators, down: Downsample, x: Pending, first: bool) -> _P
     return ops.join(lead, ops.conv(window)) if window.frames > 1 else Pending(lead)
 
 
-def _upsample(ops: Operators, upsample: Upsample, x: Pending, first: bool) -> _Part:
+def _upsample(ops: Operators, upsample: Sampler, x: Pending, first: bool) -> _Part:
     if upsample.time_conv is None:
         window = ops.resized_window(upsample, lead=x, pairs=None)
     else:
@@ -292,3 +300,21 @@ def to_frames(graph: DecoderGraph, patches: torch.Tensor, dtype: torch.dtype) ->
 def finisher(graph: Graph) -> Finish:
     """From the network's values to those that ranks send each other."""
     return torch.Tensor.to if isinstance(graph, EncoderGraph) else partial(to_frames, graph)
+
+
+def patchify(x: torch.Tensor, patch: int) -> torch.Tensor:
+    """[B, C, T, H * patch, W * patch] to [B, C * patch * patch, T, H, W] (the same if `patch` is 1)."""
+    if patch == 1:
+        return x
+    b, c, t, h, w = x.shape
+    x = x.reshape(b, c, t, h // patch, patch, w // patch, patch).permute(0, 1, 6, 4, 2, 3, 5)
+    return x.reshape(b, c * patch**2, t, h // patch, w // patch)
+
+
+def unpatchify(x: torch.Tensor, patch: int) -> torch.Tensor:
+    """[B, C * patch * patch, T, H, W] to [B, C, T, H * patch, W * patch] (a view if `patch` is 1)."""
+    if patch == 1:
+        return x
+    b, c, t, h, w = x.shape
+    x = x.reshape(b, c // patch**2, patch, patch, t, h, w).permute(0, 1, 4, 5, 3, 6, 2)
+    return x.reshape(b, c // patch**2, t, h * patch, w * patch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from wanshim.core.decoding.model.encoder_graph import Graph
+from wanshim.core.decoding.model.graph import Graph
 from wanshim.core.decoding.plan import Mode, VaeJob, VaePlan, build_plan, frame_work, spans
 
 from .network import History, VaeRun, run_in_order

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from wanshim.core.decoding.model.encoder_graph import Graph
+from wanshim.core.decoding.model.graph import Graph
 from wanshim.core.decoding.operators.window import Slab, Tokens, Window
 from wanshim.core.decoding.plan import Mode, VaeJob, VaePlan, build_plan, frame_work, sizes_text, spans
 from wanshim.core.decoding.ranks.exchange import Comm, begin_swap

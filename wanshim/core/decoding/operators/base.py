@@ -19,15 +19,14 @@ from typing import Any, TypeAlias
 import torch
 import torch.nn.functional as F
 
-from wanshim.core.decoding.model.encoder_graph import Average
-from wanshim.core.decoding.model.graph import Attention, Conv, Duplicate, Norm, Upsample
+from wanshim.core.decoding.model.graph import Attention, Conv, Norm, Sampler, Shortcut
 from wanshim.core.shared.kernel_launch import takes_kernels
 
 from . import fused, winograd
 from .attention_kernel import attend, attend_in_parts
 from .convolution import ByWinograd, Convolve, torch_convolve
 from .layout import dense, duplicate, folded_average, frames_apart, frames_last, interleave
-from .weights import FEW, FastWeights, squares_apart
+from .weights import FEW, FastWeights, by_phase, squares_apart, widened
 from .window import Ahead, Pending, Slab, Window
 from .winograd import DeferredOutput, Products
 
@@ -70,7 +69,8 @@ class StrictOperators:
         value = self.resolve(x)
         return self._window(conv, value[:, :, 1:]), Pending(value if value.shape[2] == 1 else value[:, :, :1])
 
-    def resized_window(self, up: Upsample, lead: Pending | None, pairs: Pending | None) -> Window:
+    def resized_window(self, up: Sampler, lead: Pending | None, pairs: Pending | None) -> Window:
+        assert up.resize is not None
         parts = [self.resolve(lead)] if lead is not None else []
         if pairs is not None:
             parts.append(interleave(self.resolve(pairs)))
@@ -98,10 +98,10 @@ class StrictOperators:
     def join(self, lead: torch.Tensor, rest: Pending) -> Pending:
         return Pending(torch.cat((lead, self.resolve(rest)), 2))
 
-    def add_duplicate(self, dup: Duplicate, x: Pending, source: torch.Tensor, first: bool) -> Pending:
+    def add_duplicate(self, dup: Shortcut, x: Pending, source: torch.Tensor, first: bool) -> Pending:
         return Pending(self.resolve(x) + duplicate(dup, source, first))
 
-    def average(self, average: Average, source: torch.Tensor) -> torch.Tensor:
+    def average(self, average: Shortcut, source: torch.Tensor) -> torch.Tensor:
         value = average.module(source)
         assert isinstance(value, torch.Tensor)
         return value
@@ -204,7 +204,7 @@ class FastOperators:
         del main, skip
         return self.summed_window(conv, rest), Pending(ahead)
 
-    def resized_window(self, up: Upsample, lead: Pending | None, pairs: Pending | None) -> Window:
+    def resized_window(self, up: Sampler, lead: Pending | None, pairs: Pending | None) -> Window:
         like = next(x for x in (pairs, lead) if x is not None)
         ahead = lead.shape()[2] if lead is not None else 0
         behind = 2 * pairs.shape()[2] if pairs is not None else 0
@@ -222,12 +222,12 @@ class FastOperators:
         weight, bias = self.weights.of(window.conv)
         padding, stride = window.padding(), window.conv.stride
         if window.small:
-            weight = self.weights.by_phase(window.conv)
+            weight = self.weights.made(window.conv, by_phase)
         if _in_squares(window):
-            squares = self._convolve(window.data, self.weights.widened(window.conv), (1, 2, 2), (0, *padding))
+            squares = self._convolve(window.data, self.weights.made(window.conv, widened), (1, 2, 2), (0, *padding))
             return Pending(squares_apart(squares, window.conv.out_channels), bias)
         if self._by_winograd is not None and winograd.applies(window.conv):
-            split = partial(self.weights.split, window.conv)
+            split = partial(self.weights.made, window.conv, winograd.split_weight)
             deferred = self._by_winograd(window.data, weight, split, (0, *padding))
             if deferred is not None:
                 return Pending(deferred, bias)
@@ -238,7 +238,7 @@ class FastOperators:
 
     def pointwise(self, conv: Conv, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weights.of(conv)
-        return _rows_linear(x, weight, bias)
+        return F.linear(x.permute(0, 2, 3, 4, 1), weight.flatten(1), bias).permute(0, 4, 1, 2, 3)
 
     def resolve(self, x: Pending) -> torch.Tensor:
         total = x.place()
@@ -255,10 +255,10 @@ class FastOperators:
         _sum_into(main, bias, skip, joined[:, :, lead.shape[2] :])
         return Pending(joined)
 
-    def average(self, average: Average, source: torch.Tensor) -> torch.Tensor:
+    def average(self, average: Shortcut, source: torch.Tensor) -> torch.Tensor:
         return folded_average(average, source)
 
-    def add_duplicate(self, dup: Duplicate, x: Pending, source: torch.Tensor, first: bool) -> Pending:
+    def add_duplicate(self, dup: Shortcut, x: Pending, source: torch.Tensor, first: bool) -> Pending:
         x = _computed(x)
         total = x.place()
         main, bias, _ = x.take()
@@ -364,7 +364,3 @@ def _per_frame(conv: Conv, x: torch.Tensor, padding: tuple[int, int]) -> torch.T
     b, c, t, h, w = x.shape
     out = _convolve(conv, x.permute(0, 2, 1, 3, 4).reshape(b * t, c, h, w), padding)
     return out.view(b, t, *out.shape[1:]).permute(0, 2, 1, 3, 4)
-
-
-def _rows_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return F.linear(x.permute(0, 2, 3, 4, 1), weight.flatten(1), bias).permute(0, 4, 1, 2, 3)

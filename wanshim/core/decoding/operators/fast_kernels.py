@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from wanshim.core.decoding.model.graph import Duplicate, Norm
+from wanshim.core.decoding.model.graph import Norm, Shortcut
 from wanshim.core.shared.kernel_launch import launch, takes_kernels
 from wanshim.core.shared.optional_triton import tl, triton
 
@@ -33,27 +33,8 @@ def usable(*given: torch.Tensor | Products | None) -> bool:
     return triton is not None and all(takes_kernels(x) and x.dtype in _DTYPES and x.stride(1) == 1 for x in tensors)
 
 
-def sum_into(
-    main: torch.Tensor | Products, bias: torch.Tensor | None, skip: torch.Tensor | None, out: torch.Tensor
-) -> None:
-    _launch_sum(main, bias, skip, None, out, silu=False, kept=None)
-
-
-def norm_into(
-    main: torch.Tensor | Products,
-    bias: torch.Tensor | None,
-    skip: torch.Tensor | None,
-    norm: Norm,
-    out: torch.Tensor,
-    *,
-    silu: bool,
-    kept: torch.Tensor | None,
-) -> None:
-    _launch_sum(main, bias, skip, norm, out, silu=silu, kept=kept)
-
-
 def add_duplicate(
-    main: torch.Tensor, bias: torch.Tensor | None, source: torch.Tensor, dup: Duplicate, first: bool, out: torch.Tensor
+    main: torch.Tensor, bias: torch.Tensor | None, source: torch.Tensor, dup: Shortcut, first: bool, out: torch.Tensor
 ) -> None:
     _, c, t, h, w = out.shape
     block_c, block_p, programs = _blocks(c, out.shape)
@@ -61,20 +42,21 @@ def add_duplicate(
         _duplicate, (programs,),
         main, main if bias is None else bias, source, out, t, h, w, *_outer(main), *_outer(source), *_outer(out),
         PHASES=main.shape[1] != c, C=c, BLOCK_C=block_c, BLOCK_P=block_p, FACTOR_T=dup.factor_t, FACTOR_S=dup.factor_s,
-        REPEATS=dup.repeats, LEAD=dup.factor_t - 1 if first else 0, HAS_BIAS=bias is not None,
+        REPEATS=dup.group, LEAD=dup.factor_t - 1 if first else 0, HAS_BIAS=bias is not None,
     )  # fmt: skip
 
 
-def _launch_sum(
+def sum_into(
     main: torch.Tensor | Products,
     bias: torch.Tensor | None,
     skip: torch.Tensor | None,
-    norm: Norm | None,
     out: torch.Tensor,
+    norm: Norm | None = None,
     *,
-    silu: bool,
-    kept: torch.Tensor | None,
+    silu: bool = False,
+    kept: torch.Tensor | None = None,
 ) -> None:
+    """The sum, through the norm and SiLU if they are given; see `fused.norm_into`."""
     _, c, t, h, w = out.shape
     first = main.parts[0] if isinstance(main, Products) else main
     rows = first.shape if isinstance(main, Products) else out.shape

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from wanshim.core.decoding.model.graph import Duplicate, Norm
+from wanshim.core.decoding.model.graph import Norm, Shortcut
 
 from . import fast_kernels
 from .layout import duplicate, wide
@@ -39,7 +39,7 @@ def norm_into(
 ) -> None:
     """out = silu(norm(main + bias + skip)); the sum goes to `kept`, which may be `main` or `skip`, for the residual."""
     if fast_kernels.usable(main, skip, out, kept):
-        fast_kernels.norm_into(main, bias, skip, norm, out, silu=silu, kept=kept)
+        fast_kernels.sum_into(main, bias, skip, out, norm, silu=silu, kept=kept)
         return
     total = _sum(main, bias, skip, out)
     value = wide(total)
@@ -63,7 +63,7 @@ def interleave_into(
 
 
 def add_duplicate(
-    main: torch.Tensor, bias: torch.Tensor | None, source: torch.Tensor, dup: Duplicate, first: bool, out: torch.Tensor
+    main: torch.Tensor, bias: torch.Tensor | None, source: torch.Tensor, dup: Shortcut, first: bool, out: torch.Tensor
 ) -> None:
     """out = main + bias + the 2.2 shortcut of `source`; `out` may be `main`."""
     if fast_kernels.usable(main, source, out):

@@ -1,12 +1,11 @@
-"""Memory layouts, the wider dtype of sums, and the pure permutations of decoder and encoder."""
+"""Memory layouts, the wider dtype of sums, and the pure permutations within decoder and encoder."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
-from wanshim.core.decoding.model.encoder_graph import Average
-from wanshim.core.decoding.model.graph import Duplicate
+from wanshim.core.decoding.model.graph import Shortcut
 
 
 def dense(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
@@ -48,17 +47,17 @@ def interleave(x: torch.Tensor) -> torch.Tensor:
     return torch.stack((x[:, 0], x[:, 1]), 3).reshape(b, c // 2, t * 2, h, w)
 
 
-def duplicate(dup: Duplicate, x: torch.Tensor, first: bool) -> torch.Tensor:
+def duplicate(dup: Shortcut, x: torch.Tensor, first: bool) -> torch.Tensor:
     """The 2.2 shortcut of a chunk; the video's first frame gives one frame, each later one `factor_t`."""
     b, _, t, h, w = x.shape
     factor_t, factor_s = dup.factor_t, dup.factor_s
-    x = x.repeat_interleave(dup.repeats, dim=1)
+    x = x.repeat_interleave(dup.group, dim=1)
     x = x.view(b, dup.out_channels, factor_t, factor_s, factor_s, t, h, w)
     x = x.permute(0, 1, 5, 2, 6, 3, 7, 4).reshape(b, dup.out_channels, t * factor_t, h * factor_s, w * factor_s)
     return x[:, :, factor_t - 1 :] if first else x
 
 
-def folded_average(average: Average, x: torch.Tensor) -> torch.Tensor:
+def folded_average(average: Shortcut, x: torch.Tensor) -> torch.Tensor:
     """The 2.2 shortcut of an encoder's chunk, channels last; frames that lack partners before them get zeros."""
     factor_t, factor_s = average.factor_t, average.factor_s
     x = F.pad(x, (0, 0, 0, 0, -x.shape[2] % factor_t, 0))
@@ -66,21 +65,3 @@ def folded_average(average: Average, x: torch.Tensor) -> torch.Tensor:
     x = x.view(b, c, t // factor_t, factor_t, h // factor_s, factor_s, w // factor_s, factor_s)
     x = x.permute(0, 2, 4, 6, 1, 3, 5, 7).reshape(*(x.shape[i] for i in (0, 2, 4, 6)), -1, average.group)
     return x.mean(-1).permute(0, 4, 1, 2, 3)
-
-
-def patchify(x: torch.Tensor, patch: int) -> torch.Tensor:
-    """[B, C, T, H * patch, W * patch] to [B, C * patch * patch, T, H, W] (the same if `patch` is 1)."""
-    if patch == 1:
-        return x
-    b, c, t, h, w = x.shape
-    x = x.reshape(b, c, t, h // patch, patch, w // patch, patch).permute(0, 1, 6, 4, 2, 3, 5)
-    return x.reshape(b, c * patch**2, t, h // patch, w // patch)
-
-
-def unpatchify(x: torch.Tensor, patch: int) -> torch.Tensor:
-    """[B, C * patch * patch, T, H, W] to [B, C, T, H * patch, W * patch] (a view if `patch` is 1)."""
-    if patch == 1:
-        return x
-    b, c, t, h, w = x.shape
-    x = x.reshape(b, c // patch**2, patch, patch, t, h, w).permute(0, 1, 4, 5, 3, 6, 2)
-    return x.reshape(b, c // patch**2, t, h * patch, w * patch)

@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
-from wanshim.core.decoding.model.encoder_graph import Graph
-from wanshim.core.decoding.model.graph import Norm
+from wanshim.core.decoding.model.graph import Graph, Norm
 from wanshim.core.shared.recent import Recent
 
 from . import strict_kernels as kernels

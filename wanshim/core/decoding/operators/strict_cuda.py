@@ -16,7 +16,7 @@ from typing import TypeAlias
 import torch
 import torch.nn.functional as F
 
-from wanshim.core.decoding.model.graph import Conv, Duplicate, Norm, Upsample
+from wanshim.core.decoding.model.graph import Conv, Norm, Sampler, Shortcut
 
 from . import strict_kernels as kernels
 from .base import StrictOperators, margins, zero_margins
@@ -56,7 +56,7 @@ class StrictCudaOperators(StrictOperators):
         kernels.sum_into(main, bias, skip, window.own())
         return window
 
-    def resized_window(self, up: Upsample, lead: Pending | None, pairs: Pending | None) -> Window:
+    def resized_window(self, up: Sampler, lead: Pending | None, pairs: Pending | None) -> Window:
         like = next(x for x in (lead, pairs) if x is not None)
         counts = [0 if x is None else x.shape()[2] * n for x, n in ((lead, 1), (pairs, 2))]
         b, _, _, h, w = like.shape()
@@ -94,7 +94,7 @@ class StrictCudaOperators(StrictOperators):
             kernels.sum_into(main, bias, skip, total)
         return total
 
-    def add_duplicate(self, dup: Duplicate, x: Pending, source: torch.Tensor, first: bool) -> Pending:
+    def add_duplicate(self, dup: Shortcut, x: Pending, source: torch.Tensor, first: bool) -> Pending:
         total = _sum_place(x)
         main, bias, skip = x.take()
         assert skip is None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from wanshim.core.decoding.model.graph import Duplicate
+from wanshim.core.decoding.model.graph import Shortcut
 from wanshim.core.shared.kernel_launch import launch, takes_kernels
 from wanshim.core.shared.optional_triton import libdevice, tl, triton
 
@@ -77,7 +77,7 @@ def add_duplicate(
     main: torch.Tensor,
     bias: torch.Tensor | None,
     source: torch.Tensor,
-    dup: Duplicate,
+    dup: Shortcut,
     first: bool,
     out: torch.Tensor,
 ) -> None:
@@ -87,7 +87,7 @@ def add_duplicate(
             _duplicate, _grid(main, 1),
             main, main if bias is None else bias, source, out, **_extents(main, 1),
             **_strides("x", main), **_strides("s", source), **_strides("o", out),
-            FACTOR_T=dup.factor_t, FACTOR_S=dup.factor_s, REPEATS=dup.repeats,
+            FACTOR_T=dup.factor_t, FACTOR_S=dup.factor_s, REPEATS=dup.group,
             LEAD=dup.factor_t - 1 if first else 0, HAS_BIAS=bias is not None, **_EXACT,
         )  # fmt: skip
 

@@ -7,19 +7,19 @@ autocast) or one that a framework swaps in per call is copied, for the length of
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from wanshim.core.decoding.model.encoder_graph import Graph
-from wanshim.core.decoding.model.graph import Conv
-
-from .winograd import split_weight
+from wanshim.core.decoding.model.graph import Conv, Graph
 
 FEW = 16  # output channels
 _Pair = tuple[torch.Tensor, "torch.Tensor | None"]
 
 
 def widened(weight: torch.Tensor) -> torch.Tensor:
-    """[C, I, 3, 3, 3] as [4 D, I, 3, 4, 4]: with stride 2 in space it computes a square of 2 x 2 outputs at once.
+    """[C, I, 3, 3, 3] as [4 D, I, 3, 4, 4], channels last: with stride 2 in space it computes a square of 2 x 2 outputs
+    at once.
 
     A convolution with 3 output channels takes cuDNN as long as one with 16. D is C, made even: cuDNN counts in eights.
     `squares_apart` undoes the rest.
@@ -29,7 +29,7 @@ def widened(weight: torch.Tensor) -> torch.Tensor:
     for row in (0, 1):
         for column in (0, 1):
             wide[row, column, :channels, :, :, row : row + 3, column : column + 3] = weight
-    return wide.flatten(0, 2)
+    return wide.flatten(0, 2).contiguous(memory_format=torch.channels_last_3d)
 
 
 def squares_apart(x: torch.Tensor, channels: int) -> torch.Tensor:
@@ -40,7 +40,7 @@ def squares_apart(x: torch.Tensor, channels: int) -> torch.Tensor:
 
 
 def by_phase(weight: torch.Tensor) -> torch.Tensor:
-    """[C, I, 3, 3] for a picture upsampled by two, as [4 C, I, 2, 2] for the picture itself.
+    """[C, I, 3, 3] for a picture upsampled by two, as [4 C, I, 2, 2] for the picture itself, channels last.
 
     After nearest upsampling the three rows that an output reads lie on two rows of the small picture, and so do the
     columns: 4 products in place of 9. With one row and column of zeros around the small picture, output
@@ -52,7 +52,8 @@ def by_phase(weight: torch.Tensor) -> torch.Tensor:
         even, odd = (first, second + third), (first + second, third)
         wide = torch.stack([torch.stack(pair, dim) for pair in (even, odd)])
     _, _, channels, given, *size = wide.shape  # phases of columns, of rows
-    return wide.transpose(0, 1).reshape(4 * channels, given, *size).to(weight.dtype)
+    phases = wide.transpose(0, 1).reshape(4 * channels, given, *size).to(weight.dtype)
+    return phases.contiguous(memory_format=torch.channels_last)
 
 
 class FastWeights:
@@ -62,9 +63,7 @@ class FastWeights:
         self.dtype = dtype
         self._relaid: dict[Conv, tuple[int, ...]] = {}
         self._pairs: dict[Conv, _Pair] = {}
-        self._wide: dict[Conv, torch.Tensor] = {}
-        self._phases: dict[Conv, torch.Tensor] = {}
-        self._split: dict[Conv, torch.Tensor] = {}
+        self._made: dict[tuple[Conv, Callable[[torch.Tensor], torch.Tensor]], torch.Tensor] = {}  # by what makes it
         self._graph = graph
 
     def __enter__(self) -> FastWeights:
@@ -74,31 +73,16 @@ class FastWeights:
 
     def __exit__(self, *error: object) -> None:
         self._pairs.clear()
-        self._wide.clear()
-        self._phases.clear()
-        self._split.clear()
+        self._made.clear()
 
     def of(self, conv: Conv) -> _Pair:
         return self._pairs[conv]
 
-    def widened(self, conv: Conv) -> torch.Tensor:
-        """The weight of a square of outputs, for a convolution that has few."""
-        if conv not in self._wide:
-            wide = widened(self._pairs[conv][0])
-            self._wide[conv] = wide.contiguous(memory_format=torch.channels_last_3d)
-        return self._wide[conv]
-
-    def by_phase(self, conv: Conv) -> torch.Tensor:
-        """The weight of a convolution behind an upsampling, for the picture before it."""
-        if conv not in self._phases:
-            self._phases[conv] = by_phase(self._pairs[conv][0]).contiguous(memory_format=torch.channels_last)
-        return self._phases[conv]
-
-    def split(self, conv: Conv) -> torch.Tensor:
-        """The weights of a convolution that is computed by Winograd's method."""
-        if conv not in self._split:
-            self._split[conv] = split_weight(self._pairs[conv][0])
-        return self._split[conv]
+    def made(self, conv: Conv, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """The result of `make` of the convolution's weight, made once in a decode."""
+        if (conv, make) not in self._made:
+            self._made[conv, make] = make(self._pairs[conv][0])
+        return self._made[conv, make]
 
     def restore(self) -> None:
         """Put every weight back into the layout it was found in."""

@@ -32,8 +32,7 @@ import torch.distributed as dist
 
 from wanshim.core.decoding.operators.layout import dense
 from wanshim.core.ranks import nccl
-from wanshim.core.ranks.group import Group
-from wanshim.core.ranks.rendezvous import KEPT_ROUNDS
+from wanshim.core.ranks.group import KEPT_ROUNDS, Group
 from wanshim.core.ranks.store import READ, stay_until_read, wait_for
 from wanshim.core.shared.forks import Owner
 from wanshim.core.shared.text import first_line
