@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 import wanshim
+from tests.contract.diffsynth import training
 from tests.contract.diffsynth.training import FEATURE, train, unsplit
 from wanshim.adapters.diffsynth.splitting import pipelined_loop as training_loop
 from wanshim.core.model_split import split_of
@@ -54,6 +56,29 @@ def test_plan_says_plainly_when_a_split_is_room_and_not_speed(
     assert (found, split_logs) == (expected, logs)
     notes = wanshim.report().row(FEATURE).notes
     assert any(reason in note and "room, not speed" in note for note in notes)
+
+
+class ClippingAccelerator(Accelerator):
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        super().backward(loss, **kwargs)
+        if self.sync_gradients:
+            torch.nn.utils.clip_grad_norm_([p for model in self._models for p in model.parameters()], 1e-3)
+
+
+def test_accelerator_with_a_backward_of_its_own_sees_whole_gradients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a program clips gradients that leaves DiffSynth's loop as it is: one micro-batch at a time."""
+    unclipped, _ = unsplit(2)
+    monkeypatch.setattr(training, "Accelerator", ClippingAccelerator)
+    expected, logs, _ = train(tmp_path / "alone", 2)
+    monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
+    wanshim.activate(f"none,{FEATURE}")
+    found, split_logs, _ = train(tmp_path / "split", 2)
+    assert (found, split_logs) == (expected, logs)
+    assert found != unclipped
+    notes = wanshim.report().row(FEATURE).notes
+    assert any("its accelerator has a backward of the program's own" in note for note in notes)
 
 
 @pytest.mark.parametrize("fault", [0, 5])

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -387,6 +388,23 @@ def test_autocast_of_the_caller_holds_in_the_micro_batch() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         run(pipeline, model, 1)
     assert seen[0] == torch.bfloat16
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("block", range(6))
+def test_loss_that_reads_what_a_block_computes_is_an_error(block: int, shares: bool) -> None:
+    """As features of a block that are compared with another model's. No gradient would come to the blocks before."""
+    model, seen = Model(), list[torch.Tensor]()
+    model.embed.requires_grad_(shares)  # each block ends a graph, or each stage
+    model.blocks[block].linear.register_forward_hook(lambda module, args, output: seen.append(output))
+    pipeline = lanes_of(model)
+    for weight in (False, True):
+        seen.clear()
+        with pytest.raises(WanshimError, match="depends on what a block computes") if weight else nullcontext():
+            loss = pipeline.submit(lambda weight=weight: model(data(0)) + (seen[0].mean() if weight else 0))
+            pipeline.backward(loss, torch.Tensor.backward)
+            pipeline.join()
+    pipeline.remove()
 
 
 def test_model_that_drops_out_at_random_is_refused_by_name() -> None:

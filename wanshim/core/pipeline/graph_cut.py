@@ -6,7 +6,7 @@ as checkpoint offload has it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,27 @@ class GraphCut:
             return False
         torch.autograd.backward([self._end, *leaves], [torch.zeros_like(self._end), *due])
         return True
+
+
+def reads_inside(loss: torch.Tensor, cut: GraphCut, weights: Container[int]) -> bool:
+    """Whether the graph of `loss` goes on where `cut` ends it, so that its backward would come to blocks by the way.
+
+    Args:
+        weights: ids of the parameters of what is cut.
+    """
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in weights:
+            return True
+        if not isinstance(node, _Begin._backward_cls):
+            nodes += [before for before, _ in node.next_functions]
+        elif node.cut is not cut:
+            return True
+    return False
 
 
 class _End(torch.autograd.Function):

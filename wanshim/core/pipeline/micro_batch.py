@@ -11,14 +11,14 @@ from __future__ import annotations
 import contextvars
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from wanshim.core.pipeline.graph_cut import GraphCut
+from wanshim.core.pipeline.graph_cut import GraphCut, reads_inside
 from wanshim.core.pipeline.schedule import Abandoned, Schedule, Unit
 from wanshim.core.pipeline.stages import PROLOGUE, Stages
 from wanshim.core.shared.autocast import autocast_of_caller
@@ -62,9 +62,20 @@ class Received:
 
 
 class MicroBatchRun:
-    """A micro-batch: `forward()` gives its loss; `start_backward(loss)` begins the framework's own backward."""
+    """A micro-batch: `forward()` gives its loss; `start_backward(loss)` begins the framework's own backward.
 
-    def __init__(self, stages: Stages, schedule: Schedule, number: int, forward: Callable[[], torch.Tensor]) -> None:
+    Args:
+        weights: ids of the blocks' parameters.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        schedule: Schedule,
+        number: int,
+        forward: Callable[[], torch.Tensor],
+        weights: Container[int],
+    ) -> None:
         self.stages = stages
         self.schedule = schedule
         self.number = number
@@ -76,6 +87,7 @@ class MicroBatchRun:
         self.loss_ready: Any = None
         self.start_backward: Callable[[torch.Tensor], object] | None = None
         self._forward: Callable[[], torch.Tensor] | None = forward
+        self._weights = weights
         self._cut_every_block = True
         self._cuts: list[list[GraphCut]] = [[] for _ in stages.streams]
         # of each stage: what came from the prologue, in order of arrival
@@ -124,6 +136,13 @@ class MicroBatchRun:
             raise WanshimError(
                 f"the forward of micro-batch {self.number} ended in stage {self.stage} of {len(stages.streams)}",
                 expected="every forward to call all blocks once, in order",
+                topic="pipeline_off",
+            )
+        if reads_inside(loss, self._cuts[-1][-1], self._weights):
+            raise WanshimError(
+                f"the loss of micro-batch {self.number} depends on what a block computes, and not by the last one's "
+                "output",
+                expected="a loss that depends on the blocks by the output of the last one alone",
                 topic="pipeline_off",
             )
         self.loss_ready, self.loss = stages.side.mark(), loss.detach()

@@ -48,7 +48,8 @@ class Pipeline:
     after the other, bit for bit: each parameter's gradient is added up in the order of submission.
     Compute of a stage runs on the default stream of its device; what comes before the first block and after
     the last one runs on a stream of its own on the home device.
-    Where modules before the blocks train, whatever they feed besides the blocks must be an exit of the split.
+    Where modules before the blocks train, whatever they feed besides the blocks must be an exit of the split. The loss
+    depends on the blocks by the output of the last one alone.
     Checkpointing inside the blocks must not preserve the random state (`preserve_rng_state=False`).
     """
 
@@ -57,6 +58,7 @@ class Pipeline:
         self.stages = Stages(handle.plan)
         self.schedule = Schedule(len(self.stages.streams))
         self._runs: list[MicroBatchRun] = []
+        self._weights = {id(weight) for _, unit in handle.units for module in unit for weight in module.parameters()}
         self._undo = handle.attach(Undo())
         for i, (stage, modules) in enumerate(handle.units):
             last = i + 1 == len(handle.units) or handle.units[i + 1][0] != stage
@@ -93,7 +95,7 @@ class Pipeline:
         for tensor in tree_leaves(inputs):
             if isinstance(tensor, torch.Tensor) and tensor.device == side.device and side.stream is not None:
                 tensor.record_stream(side.stream)
-        run = MicroBatchRun(self.stages, self.schedule, len(self._runs), forward)
+        run = MicroBatchRun(self.stages, self.schedule, len(self._runs), forward, self._weights)
         self._runs.append(run)
         try:
             run.start()
