@@ -42,7 +42,7 @@ from wanshim.undo import Undo
 Moved = Callable[[Sequence[torch.Tensor]], None]
 _NUMBERS = itertools.count()
 _AT_ONCE = 2  # blocks that are moved, at least: giving memory back takes as long as a copy
-_SPARE = 1 / 4  # of the host's free memory: no more lies in two places because more blocks are moved at once
+_SPARE = 1 / 8  # of the host's free memory: because more blocks are moved at once, up to twice that lies in two places
 _FILES = 64  # of memory that processes share, at most: pages come to several at once
 _ELSEWHERE = 1 / 8  # of the copy's bytes: more than adapters of a high rank
 _COMES, _IS_THERE, _FAILED = range(3)  # a block, for the processes that share its copy
