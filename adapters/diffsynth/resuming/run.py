@@ -212,7 +212,7 @@ class ResumableRun:
                 hint="Leave persistent_workers out, or unset WANSHIM_RESUME",
             )
         self.order = Order(self.loader.base_dataloader)
-        self._shuffled = Draws(self.loader.batch_sampler, without=self.order.draws)
+        self._shuffled = Draws(self.loader.batch_sampler, without=self.order.draws.held)
         generators = [type(generator).__name__ for generator in self.order.draws.held]
         self.identity = {**identity_of(self.run, self.optimizer), "random_generators_of_dataset": generators}
         self._made_with = {name: content(value) for name, value in attributes(self.optimizer).items()}
