@@ -87,6 +87,7 @@ class ResumableRun:
         self._resumed: dict[str, Any] | None = None  # this process's part of the state, until the loop is there again
         self._saved = (0, time.monotonic())  # step and time of the last state
         self._checked = False  # that all of the optimizer's state can be saved
+        self._trained: dict[str, torch.nn.Parameter] = {}  # weights that have been trained since the run began
         folder, self._state = self._chosen()
         self.writer = StateWriter(folder)
         if self.ranks.rank == 0 and own(folder, run.undo):
@@ -216,15 +217,21 @@ class ResumableRun:
         generators = [type(generator).__name__ for generator in self.order.draws.held]
         self.identity = {**identity_of(self.run, self.optimizer), "random_generators_of_dataset": generators}
         self._made_with = {name: content(value) for name, value in attributes(self.optimizer).items()}
+        weights = [weight for weight in self._weights().values() if weight.requires_grad]
+        frozen = None
         if self._state is not None:
             self._restore(self._state)
             for item in items:
                 if isinstance(item, DistributedDataParallel) and self.at.steps:
-                    arrange_buckets(item, list(self._weights().values()), self._state.facts["gradients_ready"])
+                    arrange_buckets(item, weights, self._state.facts["gradients_ready"])
+            frozen = self._state.facts.get("frozen")
             self._state = None
         else:
             self._lead(f"begins at step 0: there is no state in {self.writer.run}{self._state_beside()}")
-        self._ready = note_ready(list(self._weights().values()), self.run.undo)
+        self._ready = note_ready(weights, self.run.undo)
+        if frozen is not None:
+            for name, weight in self._trained.items():
+                weight.requires_grad_(name not in frozen)
         return (_Loader(self) if item is self.loader else item for item in items)
 
     def _restore(self, state: RunState) -> None:
@@ -232,9 +239,7 @@ class ResumableRun:
         changed = differences(facts["identity"], self.identity)
         self._check(self.ranks.gather(refusal(changed, self.wanted, self.writer.run)), hint=self._hint(changed))
         now = {group: {k: v for k, v in values.items() if k != "params"} for group, values in self._groups()}
-        for name, weight in self._weights().items():
-            with torch.no_grad():
-                weight.copy_(state.tensors[name])
+        self._restore_weights(state)
         restore_optimizer(self.optimizer, facts["optimizer"], state.tensors)
         restore_attributes(self.optimizer, facts.get("attributes", {"dict": []}), state.tensors)
         for name, holder in (("scheduler", self.scheduler), ("scaler", accelerator.scaler)):
@@ -262,6 +267,23 @@ class ResumableRun:
             f"goes on from step {self.at.steps}, in epoch {self.at.epoch + 1} after {self.at.batches} of "
             f"{len(self.loader)} batches{accepted}: {self.writer.run}"
         )
+
+    def _restore_weights(self, state: RunState) -> None:
+        """Raises:
+        ResumeInvalid: the state has other weights than this run trains."""
+        saved = {name for name in state.tensors if name.startswith("model.")}
+        named = {f"model.{name}": weight for name, weight in self.call.model.named_parameters()}
+        for name in sorted(self._weights().keys() - saved | saved - named.keys()):
+            where_not = f"The state in {self.writer.run}" if name in named else "The model of this run"
+            raise ResumeInvalid(
+                f"{where_not} lacks {name.removeprefix('model.')}",
+                expected="each weight that the run has trained since it began",
+                hint=anew(self.wanted),
+            )
+        self._trained.update((name, named[name]) for name in saved)
+        with torch.no_grad():
+            for name in saved:
+                named[name].copy_(state.tensors[name])
 
     def _hint(self, changed: dict[str, tuple[Any, Any]]) -> str:
         names = [name for name in changed if name not in NOT_ACCEPTED]
@@ -418,10 +440,15 @@ class ResumableRun:
             "accelerator_step": accelerator.step,
             "logger_steps": self.call.logger.num_steps,
             "gradients_ready": self._ready,
+            "frozen": [name for name, weight in self._weights().items() if not weight.requires_grad],
         }
 
-    def _weights(self) -> dict[str, torch.Tensor]:
-        return {f"model.{name}": weight for name, weight in self.call.model.named_parameters() if weight.requires_grad}
+    def _weights(self) -> dict[str, torch.nn.Parameter]:
+        """The weights that have been trained since the run began, also if they are frozen by now."""
+        for name, weight in self.call.model.named_parameters():
+            if weight.requires_grad or weight in self.optimizer.state:
+                self._trained[f"model.{name}"] = weight
+        return dict(self._trained)
 
     def _shuffle(self) -> Any:
         """The innermost sampler; accelerate's `get_sampler` finds none behind the shards of several processes."""

@@ -34,7 +34,7 @@ from tests.contract.diffsynth.training import Pipe, wan_pipe
 from wanshim.adapters.diffsynth.resume import FEATURE, STEP
 from wanshim.adapters.diffsynth.training_road import TrainingCall
 from wanshim.core.resume import writer
-from wanshim.core.resume.state import RunState
+from wanshim.core.resume.state import RunState, read_state, write_state
 from wanshim.errors import FeatureUnavailable, ResumeInvalid
 from wanshim.settings import Settings
 
@@ -179,6 +179,51 @@ def test_generators_that_the_dataset_holds_go_on_where_they_were(tmp_path: Path,
     train(tmp_path / "out", seed=99, attempt=1, dataset=again, workers=workers)
     assert seen(tmp_path / "out", 0, 1) == expected[at:]
     assert files(tmp_path / "out") == lora
+
+
+class Staged(resume_job.Logger):
+    """Freezes a part of what is trained, and later trains another."""
+
+    def on_step_end(self, accelerator: Any, model: Any, save_steps: Any = None, **kwargs: Any) -> None:
+        super().on_step_end(accelerator, model, save_steps, **kwargs)
+        for name, weight in model.named_parameters():
+            if self.num_steps == 2 and "lora_A" in name and ".0." in name:
+                weight.requires_grad_(False)
+            if self.num_steps == 3 and "patch_embedding.bias" in name:
+                weight.requires_grad_(True)
+
+
+def test_weights_that_are_frozen_or_unfrozen_before_the_state_are_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resume_job, "Logger", Staged)
+    expected, lora = undisturbed(tmp_path / "whole")
+    wanshim.activate(f"none,{NAME}")
+    with pytest.raises(torch.OutOfMemoryError):
+        train(tmp_path / "out", at=4, end="error")
+    with pytest.raises(torch.OutOfMemoryError):
+        train(tmp_path / "out", seed=99, attempt=1, at=2, end="error")
+    train(tmp_path / "out", seed=99, attempt=2)
+    assert [*seen(tmp_path / "out", 0, 1), *seen(tmp_path / "out", 0, 2)] == expected[4:]
+    assert files(tmp_path / "out") == lora
+    path = max((tmp_path / "out" / "training_state" / "run-1").glob("step-*"))
+    assert "model.pipe.dit.patch_embedding.bias" in read_state(path).tensors
+
+
+def test_state_without_a_weight_that_is_trained_is_refused_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a release that left out what was frozen by then."""
+    wanshim.activate(f"none,{NAME}")
+    with pytest.raises(torch.OutOfMemoryError):
+        train(tmp_path, at=3, end="error")
+    run = tmp_path / "training_state" / "run-1"
+    state = read_state(max(run.glob("step-*")))
+    name = next(name for name in state.tensors if name.startswith("model."))
+    write_state(run, 3, RunState(state.facts, {n: tensor for n, tensor in state.tensors.items() if n != name}))
+    lacking = re.escape(f"The state in {run} lacks {name.removeprefix('model.')}")
+    with pytest.raises(ResumeInvalid, match=f"{lacking}.*Expected each weight .*WANSHIM_RESUME=new begins"):
+        train(tmp_path, attempt=1)
 
 
 class Shuffled(torch.utils.data.Sampler[int]):
