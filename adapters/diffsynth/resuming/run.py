@@ -46,6 +46,7 @@ from wanshim.core.resume.state import (
     read_state,
 )
 from wanshim.core.resume.tree import (
+    PlainState,
     attributes,
     check_restored,
     content,
@@ -88,6 +89,7 @@ class ResumableRun:
         self._saved = (0, time.monotonic())  # step and time of the last state
         self._checked = False  # that all of the optimizer's state can be saved
         self._trained: dict[str, torch.nn.Parameter] = {}  # weights that have been trained since the run began
+        self._named: set[str] = set()  # attributes that are no part of the state
         folder, self._state = self._chosen()
         self.writer = StateWriter(folder)
         if self.ranks.rank == 0 and own(folder, run.undo):
@@ -202,6 +204,7 @@ class ResumableRun:
     def _take(self, items: tuple[Any, ...]) -> Iterator[Any]:
         from accelerate.optimizer import AcceleratedOptimizer
         from accelerate.scheduler import AcceleratedScheduler
+        from diffsynth.diffusion import ModelLogger
 
         self.loader = next(item for item in items if hasattr(item, "base_dataloader"))
         self.optimizer = next(item for item in items if isinstance(item, AcceleratedOptimizer)).optimizer
@@ -214,8 +217,16 @@ class ResumableRun:
             )
         self.order = Order(self.loader.base_dataloader)
         self._shuffled = Draws(self.loader.batch_sampler, without=self.order.draws.held)
-        generators = [type(generator).__name__ for generator in self.order.draws.held]
-        self.identity = {**identity_of(self.run, self.optimizer), "random_generators_of_dataset": generators}
+        ours = [self, self.run, self.call.accelerator, self.call.dataset, self.loader, self.optimizer]
+        self._known = [*ours, *self.order.draws.held, *self._shuffled.held]
+        self._kept = [PlainState(self.call.model), PlainState(self.call.logger, without=vars(ModelLogger("")))]
+        self._draws = Draws([self.call.model, self.call.logger], without=self._known)
+        generators = {"dataset": self.order.draws.held, "module": self._draws.held}
+        self.identity = identity_of(self.run, self.optimizer) | {
+            f"random_generators_of_{name}": [type(generator).__name__ for generator in held]
+            for name, held in generators.items()
+            if held or name == "dataset"  # states of an earlier release have no other entry
+        }
         self._made_with = {name: content(value) for name, value in attributes(self.optimizer).items()}
         weights = [weight for weight in self._weights().values() if weight.requires_grad]
         frozen = None
@@ -253,6 +264,10 @@ class ResumableRun:
         self.writer.written = self.at.steps
         self._saved = (self.at.steps, time.monotonic())
         self._resumed = self._part_of(facts)
+        if module := self._resumed.get("module"):
+            self._draws.set(module["random"])
+            for kept, saved in zip(self._kept, module["plain"], strict=True):
+                kept.restore(saved)
         if "dataset" in changed:  # no position in other samples
             self.at.batches, self._resumed["noted"] = 0, {}
         if "dataset_num_workers" in changed or "num_workers" in changed:
@@ -396,8 +411,18 @@ class ResumableRun:
             carried = {"state", "param_groups", *attributes(self.optimizer)}
             for owner, known in ((self.call.logger, ()), (self.call.model, ()), (self.optimizer, carried)):
                 for name, value in vars(owner).items():
-                    if not name.startswith("_") and name not in known and _has_tensors(value):
-                        self._lead(f"no part of the state, and begins anew: {name} of {type(owner).__name__}")
+                    if not name.startswith("_") and name not in known and self._begins_anew(value):
+                        self._name(name, owner, self._lead)
+
+    def _begins_anew(self, value: Any) -> bool:
+        """Whether an attribute holds tensors, or a generator that it did not hold when the run began."""
+        return _has_tensors(value) or bool(Draws(value, without=[*self._known, *self._draws.held]).held)
+
+    def _name(self, name: str, owner: object, say: Callable[[str], None]) -> None:
+        text = f"no part of the state, and begins anew: {name} of {type(owner).__name__}"
+        if text not in self._named:
+            self._named.add(text)
+            say(text)
 
     def _vote(self) -> int:
         """0, 1 for a state, or the number of the signal that asks to end. Rank 0 knows when a state is due."""
@@ -412,10 +437,15 @@ class ResumableRun:
         mine = {**self._epoch_began, "random": self.order.draws.text(self.call.device), "noted": self.order.note()}
         if self.at.batches == self.order.length:
             mine["sampler"] = self._sampler()  # the next epoch's shuffle
+        plain = [kept.changed() for kept in self._kept]
+        mine["module"] = {"random": as_text(self._draws.held_states()), "plain": plain}
         parts = self.ranks.gather(mine)
         self._saved = (self.at.steps, time.monotonic())
         if self.ranks.rank != 0:
             return
+        for kept in self._kept:
+            for name in kept.left:
+                self._name(name, kept.owner, self.report)
         tensors = dict[str, Any](self._weights())
         self.writer.write(self.at.steps, {**self._described(tensors), "ranks": parts}, tensors)
 
