@@ -123,10 +123,16 @@ class EncodedUnits:
             undo.replace(unit, "process", partial(self._kept, name, unit))
 
     def encode_share(self, call: TrainingCall) -> None:
-        """Run the units on this rank's share of the samples, without their forward; no draw of the run's changes."""
+        """Run the units on this rank's share of the samples, without their forward. Afterwards the training module and
+        all random generators have the states that they had.
+
+        Raises:
+            Fallback: the module holds what cannot be put back.
+        """
         from accelerate.utils import tqdm
 
-        from wanshim.core.sequence.random_state import random_states, set_random_states
+        from wanshim.core.resume.draws import Draws
+        from wanshim.core.shared.held import put_back_later
 
         accelerator, pipe = call.accelerator, self._pipe
         count = len(call.dataset) // max(1, getattr(call.dataset, "repeat", None) or 1)  # of DiffSynth's UnifiedDataset
@@ -134,7 +140,9 @@ class EncodedUnits:
         bar = tqdm(samples, desc="encoding")  # of the first process
         with Undo() as undo:
             undo.set(pipe, {"model_fn": _reach, "device": self._device})
-            undo.add(partial(set_random_states, random_states(self._device), self._device))
+            draws = Draws(call.model)
+            undo.add(partial(draws.set, draws.text(self._device), self._device))
+            undo.add(put_back_later(call.model, without=[*pipe.modules(), call.dataset, self]))
             for sample in bar:
                 with suppress(_Reached), accelerator.autocast():
                     call.model(sample)

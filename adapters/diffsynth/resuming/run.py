@@ -46,6 +46,7 @@ from wanshim.core.resume.state import (
     read_state,
 )
 from wanshim.core.resume.tree import (
+    PlainState,
     attributes,
     check_restored,
     content,
@@ -87,6 +88,8 @@ class ResumableRun:
         self._resumed: dict[str, Any] | None = None  # this process's part of the state, until the loop is there again
         self._saved = (0, time.monotonic())  # step and time of the last state
         self._checked = False  # that all of the optimizer's state can be saved
+        self._trained: dict[str, torch.nn.Parameter] = {}  # weights that have been trained since the run began
+        self._named: set[str] = set()  # attributes that are no part of the state
         folder, self._state = self._chosen()
         self.writer = StateWriter(folder)
         if self.ranks.rank == 0 and own(folder, run.undo):
@@ -201,6 +204,7 @@ class ResumableRun:
     def _take(self, items: tuple[Any, ...]) -> Iterator[Any]:
         from accelerate.optimizer import AcceleratedOptimizer
         from accelerate.scheduler import AcceleratedScheduler
+        from diffsynth.diffusion import ModelLogger
 
         self.loader = next(item for item in items if hasattr(item, "base_dataloader"))
         self.optimizer = next(item for item in items if isinstance(item, AcceleratedOptimizer)).optimizer
@@ -212,19 +216,33 @@ class ResumableRun:
                 hint="Leave persistent_workers out, or unset WANSHIM_RESUME",
             )
         self.order = Order(self.loader.base_dataloader)
-        self._shuffled = Draws(self.loader.batch_sampler, without=self.order.draws)
-        generators = [type(generator).__name__ for generator in self.order.draws.held]
-        self.identity = {**identity_of(self.run, self.optimizer), "random_generators_of_dataset": generators}
+        self._shuffled = Draws(self.loader.batch_sampler, without=self.order.draws.held)
+        ours = [self, self.run, self.call.accelerator, self.call.dataset, self.loader, self.optimizer]
+        self._known = [*ours, *self.order.draws.held, *self._shuffled.held]
+        self._kept = [PlainState(self.call.model), PlainState(self.call.logger, without=vars(ModelLogger("")))]
+        self._draws = Draws([self.call.model, self.call.logger], without=self._known)
+        generators = {"dataset": self.order.draws.held, "module": self._draws.held}
+        self.identity = identity_of(self.run, self.optimizer) | {
+            f"random_generators_of_{name}": [type(generator).__name__ for generator in held]
+            for name, held in generators.items()
+            if held or name == "dataset"  # states of an earlier release have no other entry
+        }
         self._made_with = {name: content(value) for name, value in attributes(self.optimizer).items()}
+        weights = [weight for weight in self._weights().values() if weight.requires_grad]
+        frozen = None
         if self._state is not None:
             self._restore(self._state)
             for item in items:
                 if isinstance(item, DistributedDataParallel) and self.at.steps:
-                    arrange_buckets(item, list(self._weights().values()), self._state.facts["gradients_ready"])
+                    arrange_buckets(item, weights, self._state.facts["gradients_ready"])
+            frozen = self._state.facts.get("frozen")
             self._state = None
         else:
             self._lead(f"begins at step 0: there is no state in {self.writer.run}{self._state_beside()}")
-        self._ready = note_ready(list(self._weights().values()), self.run.undo)
+        self._ready = note_ready(weights, self.run.undo)
+        if frozen is not None:
+            for name, weight in self._trained.items():
+                weight.requires_grad_(name not in frozen)
         return (_Loader(self) if item is self.loader else item for item in items)
 
     def _restore(self, state: RunState) -> None:
@@ -232,9 +250,7 @@ class ResumableRun:
         changed = differences(facts["identity"], self.identity)
         self._check(self.ranks.gather(refusal(changed, self.wanted, self.writer.run)), hint=self._hint(changed))
         now = {group: {k: v for k, v in values.items() if k != "params"} for group, values in self._groups()}
-        for name, weight in self._weights().items():
-            with torch.no_grad():
-                weight.copy_(state.tensors[name])
+        self._restore_weights(state)
         restore_optimizer(self.optimizer, facts["optimizer"], state.tensors)
         restore_attributes(self.optimizer, facts.get("attributes", {"dict": []}), state.tensors)
         for name, holder in (("scheduler", self.scheduler), ("scaler", accelerator.scaler)):
@@ -248,6 +264,10 @@ class ResumableRun:
         self.writer.written = self.at.steps
         self._saved = (self.at.steps, time.monotonic())
         self._resumed = self._part_of(facts)
+        if module := self._resumed.get("module"):
+            self._draws.set(module["random"])
+            for kept, saved in zip(self._kept, module["plain"], strict=True):
+                kept.restore(saved)
         if "dataset" in changed:  # no position in other samples
             self.at.batches, self._resumed["noted"] = 0, {}
         if "dataset_num_workers" in changed or "num_workers" in changed:
@@ -262,6 +282,23 @@ class ResumableRun:
             f"goes on from step {self.at.steps}, in epoch {self.at.epoch + 1} after {self.at.batches} of "
             f"{len(self.loader)} batches{accepted}: {self.writer.run}"
         )
+
+    def _restore_weights(self, state: RunState) -> None:
+        """Raises:
+        ResumeInvalid: the state has other weights than this run trains."""
+        saved = {name for name in state.tensors if name.startswith("model.")}
+        named = {f"model.{name}": weight for name, weight in self.call.model.named_parameters()}
+        for name in sorted(self._weights().keys() - saved | saved - named.keys()):
+            where_not = f"The state in {self.writer.run}" if name in named else "The model of this run"
+            raise ResumeInvalid(
+                f"{where_not} lacks {name.removeprefix('model.')}",
+                expected="each weight that the run has trained since it began",
+                hint=anew(self.wanted),
+            )
+        self._trained.update((name, named[name]) for name in saved)
+        with torch.no_grad():
+            for name in saved:
+                named[name].copy_(state.tensors[name])
 
     def _hint(self, changed: dict[str, tuple[Any, Any]]) -> str:
         names = [name for name in changed if name not in NOT_ACCEPTED]
@@ -374,8 +411,18 @@ class ResumableRun:
             carried = {"state", "param_groups", *attributes(self.optimizer)}
             for owner, known in ((self.call.logger, ()), (self.call.model, ()), (self.optimizer, carried)):
                 for name, value in vars(owner).items():
-                    if not name.startswith("_") and name not in known and _has_tensors(value):
-                        self._lead(f"no part of the state, and begins anew: {name} of {type(owner).__name__}")
+                    if not name.startswith("_") and name not in known and self._begins_anew(value):
+                        self._name(name, owner, self._lead)
+
+    def _begins_anew(self, value: Any) -> bool:
+        """Whether an attribute holds tensors, or a generator that it did not hold when the run began."""
+        return _has_tensors(value) or bool(Draws(value, without=[*self._known, *self._draws.held]).held)
+
+    def _name(self, name: str, owner: object, say: Callable[[str], None]) -> None:
+        text = f"no part of the state, and begins anew: {name} of {type(owner).__name__}"
+        if text not in self._named:
+            self._named.add(text)
+            say(text)
 
     def _vote(self) -> int:
         """0, 1 for a state, or the number of the signal that asks to end. Rank 0 knows when a state is due."""
@@ -390,10 +437,15 @@ class ResumableRun:
         mine = {**self._epoch_began, "random": self.order.draws.text(self.call.device), "noted": self.order.note()}
         if self.at.batches == self.order.length:
             mine["sampler"] = self._sampler()  # the next epoch's shuffle
+        plain = [kept.changed() for kept in self._kept]
+        mine["module"] = {"random": as_text(self._draws.held_states()), "plain": plain}
         parts = self.ranks.gather(mine)
         self._saved = (self.at.steps, time.monotonic())
         if self.ranks.rank != 0:
             return
+        for kept in self._kept:
+            for name in kept.left:
+                self._name(name, kept.owner, self.report)
         tensors = dict[str, Any](self._weights())
         self.writer.write(self.at.steps, {**self._described(tensors), "ranks": parts}, tensors)
 
@@ -418,10 +470,15 @@ class ResumableRun:
             "accelerator_step": accelerator.step,
             "logger_steps": self.call.logger.num_steps,
             "gradients_ready": self._ready,
+            "frozen": [name for name, weight in self._weights().items() if not weight.requires_grad],
         }
 
-    def _weights(self) -> dict[str, torch.Tensor]:
-        return {f"model.{name}": weight for name, weight in self.call.model.named_parameters() if weight.requires_grad}
+    def _weights(self) -> dict[str, torch.nn.Parameter]:
+        """The weights that have been trained since the run began, also if they are frozen by now."""
+        for name, weight in self.call.model.named_parameters():
+            if weight.requires_grad or weight in self.optimizer.state:
+                self._trained[f"model.{name}"] = weight
+        return dict(self._trained)
 
     def _shuffle(self) -> Any:
         """The innermost sampler; accelerate's `get_sampler` finds none behind the shards of several processes."""

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import imageio
@@ -89,7 +90,8 @@ class Training(train_lora.LoraTraining):
         torch.nn.Module.__init__(self)
         vars(self).update(vars(copy.deepcopy(_loaded(checkpoint))))
         # a user's module has none of these, and what begins so is of no account
-        self._seen, self._encoded, self._left, self._forwards = seen, encoded, killed, killed_at
+        self._seen, self._encoded = seen, encoded
+        self._left = SimpleNamespace(encodes=killed, forwards=killed_at)  # of this process
         for model, name in ((self.pipe.vae, "encode"), (self.pipe.text_encoder, "forward")):
             self._count(type(model), name)
 
@@ -102,9 +104,9 @@ class Training(train_lora.LoraTraining):
             with self._encoded.open("a") as file:
                 file.write(f"{name}\n")
             time.sleep(float(os.environ.get("ENCODE_PAUSE_S", 0)))
-            if name == "encode" and self._left is not None:
-                self._left -= 1
-                if self._left < 0:
+            if name == "encode" and self._left.encodes is not None:
+                self._left.encodes -= 1
+                if self._left.encodes < 0:
                     os.kill(os.getpid(), signal.SIGKILL)
             return original(model, *args, **kwargs)
 
@@ -112,9 +114,9 @@ class Training(train_lora.LoraTraining):
         setattr(cls, name, call)
 
     def forward(self, data: Any, inputs: Any = None) -> torch.Tensor:
-        if self._forwards is not None:
-            self._forwards -= 1
-            if self._forwards < 0:
+        if self._left.forwards is not None:
+            self._left.forwards -= 1
+            if self._left.forwards < 0:
                 os.kill(os.getpid(), signal.SIGKILL)
         loss = super().forward(data, inputs)
         with self._seen.open("a") as file:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import re
 import signal
@@ -19,6 +20,7 @@ from tempfile import mkdtemp
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -187,6 +189,41 @@ def test_planned_run_of_samples_that_are_drawn_keeps_its_vae(
     found = train("ours", change=lambda module: (_sampling_vae(module), modules.append(module)))
     assert _same(found, expected)
     assert [moved_to(getattr(modules[0].pipe, name)) for name in ("text_encoder", "vae")] == [HOST, None]
+
+
+def _counting(module: Any) -> None:
+    """Prompts by the number of forwards, of which one in two is dropped."""
+    module.draws, module.given = np.random.default_rng(7), {"forwards": 0}
+    forward = module.forward
+
+    def counted(data: Any, inputs: Any = None) -> torch.Tensor:
+        module.given["forwards"] += 1
+        module.last = module.given["forwards"]
+        kept = module.draws.random() < 0.5
+        return forward({**data, "prompt": f"{data['prompt']} {module.last}" if kept else ""}, inputs)  # type: ignore[no-any-return]
+
+    module.forward = counted
+
+
+def test_planned_run_counts_and_draws_in_its_module_as_if_nothing_was_encoded_before(
+    train: Any, activate_planned: Any
+) -> None:
+    expected = train("plain", change=_counting)
+    activate_planned()
+    assert _same(train("ours", change=_counting), expected)
+    assert "not before" not in _notes()
+
+
+def test_module_whose_state_cannot_be_put_back_encodes_nothing_before(train: Any, activate_planned: Any) -> None:
+    def change(module: Any) -> None:
+        module.words, forward = itertools.cycle(("slow", "fast", "far")), module.forward
+        module.forward = lambda data, inputs=None: forward({**data, "prompt": next(module.words)}, inputs)
+
+    expected = train("plain", change=change)
+    activate_planned()
+    assert _same(train("ours", change=change), expected)
+    reason = "Training holds an object of the type cycle, whose content cannot be put back"
+    assert f"samples are encoded in training, not before: {reason}" in _notes()
 
 
 @pytest.mark.slow

@@ -20,9 +20,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from diffsynth.diffusion import parsers, runner
+from diffsynth.diffusion import ModelLogger, parsers, runner
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import wanshim
@@ -33,8 +34,8 @@ from tests.contract.diffsynth.resume_runs import said
 from tests.contract.diffsynth.training import Pipe, wan_pipe
 from wanshim.adapters.diffsynth.resume import FEATURE, STEP
 from wanshim.adapters.diffsynth.training_road import TrainingCall
-from wanshim.core.resume import writer
-from wanshim.core.resume.state import RunState
+from wanshim.core.resume import tree, writer
+from wanshim.core.resume.state import RunState, read_state, write_state
 from wanshim.errors import FeatureUnavailable, ResumeInvalid
 from wanshim.settings import Settings
 
@@ -178,6 +179,141 @@ def test_generators_that_the_dataset_holds_go_on_where_they_were(tmp_path: Path,
     again.crops[0].seed(99)
     train(tmp_path / "out", seed=99, attempt=1, dataset=again, workers=workers)
     assert seen(tmp_path / "out", 0, 1) == expected[at:]
+    assert files(tmp_path / "out") == lora
+
+
+class Counting(resume_job.Job):
+    """Draws from a generator of its own, and counts in plain attributes."""
+
+    steps = 0
+
+    def __init__(self, *args: Any, **sizes: Any) -> None:
+        super().__init__(*args, **sizes)
+        self.draws = SimpleNamespace(own=[np.random.default_rng(7)])
+        self._by_sample, self.started = {}, time.time()
+
+    def forward(self, data: Any, inputs: Any = None) -> torch.Tensor:
+        self.steps += 1
+        self._by_sample[data["number"]] = self._by_sample.get(data["number"], 0) + 1
+        noise = [*data["noise"], self.draws.own[0].random(), self.steps, self._by_sample[data["number"]]]
+        return super().forward({**data, "noise": noise}, inputs) * (1 + self.draws.own[0].random())
+
+
+class Logging(resume_job.Logger):
+    """Of which a generator and a list outlive a step."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.draws, self.drawn = random.Random(3), folder / "drawn"
+        self.values: list[float] = []
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        super().on_step_end(*args, **kwargs)
+        self.values.append(self.draws.random())
+        self.drawn.write_text(json.dumps(self.values))
+
+
+def test_generators_and_counters_of_module_and_logger_go_on_where_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resume_job, "Job", Counting)
+    monkeypatch.setattr(resume_job, "Logger", Logging)
+    expected, lora = undisturbed(tmp_path / "whole")
+    wanshim.activate(f"none,{NAME}")
+    with pytest.raises(torch.OutOfMemoryError):
+        train(tmp_path / "out", at=4, end="error")
+    train(tmp_path / "out", seed=99, attempt=1)
+    assert seen(tmp_path / "out", 0, 1) == expected[4:]
+    assert files(tmp_path / "out") == lora
+    assert (tmp_path / "out" / "drawn").read_text() == (tmp_path / "whole" / "drawn").read_text()
+
+
+def test_generator_that_the_module_makes_while_it_trains_and_a_long_list_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Late(resume_job.Job):
+        def forward(self, data: Any, inputs: Any = None) -> torch.Tensor:
+            self.late, self.history = {"own": random.Random(1)}, [0] * tree.MOST_TEXT
+            return super().forward(data, inputs)
+
+    monkeypatch.setattr(resume_job, "Job", Late)
+    wanshim.activate(f"none,{NAME}")
+    train(tmp_path, epochs=1, samples=2)
+    said = {note for note in wanshim.report().row(NAME).notes if "no part of the state" in note}
+    assert said == {f"no part of the state, and begins anew: {name} of Late" for name in ("history", "late", "seen")}
+
+
+@pytest.mark.skipif(
+    "enable_csv_log" not in inspect.signature(ModelLogger).parameters, reason="this release writes no loss.csv"
+)
+def test_logger_of_a_resumed_run_opens_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DiffSynth's own says in an attribute that it has."""
+    monkeypatch.setattr(resume_job, "Logger", lambda folder: ModelLogger(str(folder), enable_csv_log=True))
+    wanshim.activate(f"none,{NAME}")
+    with pytest.raises(torch.OutOfMemoryError):
+        train(tmp_path, at=4, end="error")
+    train(tmp_path, attempt=1)
+    steps = [line.split(",")[0] for line in (tmp_path / "loss.csv").read_text().splitlines()]
+    assert steps == ["step", *map(str, range(1, 15))]
+
+
+class Staged(resume_job.Logger):
+    """Freezes a part of what is trained, and later trains another."""
+
+    def on_step_end(self, accelerator: Any, model: Any, save_steps: Any = None, **kwargs: Any) -> None:
+        super().on_step_end(accelerator, model, save_steps, **kwargs)
+        for name, weight in model.named_parameters():
+            if self.num_steps == 2 and "lora_A" in name and ".0." in name:
+                weight.requires_grad_(False)
+            if self.num_steps == 3 and "patch_embedding.bias" in name:
+                weight.requires_grad_(True)
+
+
+def test_weights_that_are_frozen_or_unfrozen_before_the_state_are_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resume_job, "Logger", Staged)
+    expected, lora = undisturbed(tmp_path / "whole")
+    wanshim.activate(f"none,{NAME}")
+    with pytest.raises(torch.OutOfMemoryError):
+        train(tmp_path / "out", at=4, end="error")
+    with pytest.raises(torch.OutOfMemoryError):
+        train(tmp_path / "out", seed=99, attempt=1, at=2, end="error")
+    train(tmp_path / "out", seed=99, attempt=2)
+    assert [*seen(tmp_path / "out", 0, 1), *seen(tmp_path / "out", 0, 2)] == expected[4:]
+    assert files(tmp_path / "out") == lora
+    path = max((tmp_path / "out" / "training_state" / "run-1").glob("step-*"))
+    assert "model.pipe.dit.patch_embedding.bias" in read_state(path).tensors
+
+
+def test_state_without_a_weight_that_is_trained_is_refused_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a release that left out what was frozen by then."""
+    wanshim.activate(f"none,{NAME}")
+    with pytest.raises(torch.OutOfMemoryError):
+        train(tmp_path, at=3, end="error")
+    run = tmp_path / "training_state" / "run-1"
+    state = read_state(max(run.glob("step-*")))
+    name = next(name for name in state.tensors if name.startswith("model."))
+    write_state(run, 3, RunState(state.facts, {n: tensor for n, tensor in state.tensors.items() if n != name}))
+    lacking = re.escape(f"The state in {run} lacks {name.removeprefix('model.')}")
+    with pytest.raises(ResumeInvalid, match=f"{lacking}.*Expected each weight .*WANSHIM_RESUME=new begins"):
+        train(tmp_path, attempt=1)
+
+
+@pytest.mark.slow
+def test_state_of_an_earlier_release_goes_on(tmp_path: Path) -> None:
+    expected, lora = undisturbed(tmp_path / "whole")
+    wanshim.activate(f"none,{NAME}")
+    with pytest.raises(torch.OutOfMemoryError):
+        train(tmp_path / "out", at=3, end="error")
+    run = tmp_path / "out" / "training_state" / "run-1"
+    state = read_state(max(run.glob("step-*")))
+    del state.facts["frozen"], state.facts["ranks"][0]["module"]
+    write_state(run, 3, state)
+    train(tmp_path / "out", seed=99, attempt=1)
+    assert seen(tmp_path / "out", 0, 1) == expected[3:]
     assert files(tmp_path / "out") == lora
 
 

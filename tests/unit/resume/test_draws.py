@@ -87,7 +87,7 @@ def test_generators_are_found_wherever_a_dataset_holds_them_and_each_once() -> N
     assert {*map(id, held)} == {*map(id, found)}
     assert len(held) == len(found)
     assert held[0] is found[0]
-    assert [*map(id, Draws(holder, Draws(bound)).held)] == [id(one) for one in held if one is not found[5]]
+    assert [*map(id, Draws(holder, Draws(bound).held).held)] == [id(one) for one in held if one is not found[5]]
 
 
 def test_a_cell_that_is_not_set_yet_holds_none() -> None:

@@ -6,19 +6,15 @@ import base64
 import json
 import random
 import sys
-from collections import deque
 from collections.abc import Iterable
-from functools import partial
-from itertools import islice
-from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 
 from wanshim.core.sequence.random_state import random_states, set_random_states
+from wanshim.core.shared.held import generator_kinds, held_objects
 
 CPU = torch.device("cpu")
-MOST_ITEMS, MOST_OBJECTS = 1_000, 100_000  # looked at: of one container, and in all
 
 
 class Draws:
@@ -27,12 +23,12 @@ class Draws:
     A copy of it, made together with one of `holder`, is about the copy's generators.
 
     Args:
-        without: whose generators are not of this one.
+        without: objects that are not looked into.
     """
 
-    def __init__(self, holder: object, without: Draws | None = None) -> None:
-        others = [id(generator) for generator in (without.held if without is not None else ())]
-        self.held: list[Any] = [generator for generator in _generators(holder) if id(generator) not in others]
+    def __init__(self, holder: object, without: Iterable[object] = ()) -> None:
+        generators = (one for one in held_objects(holder, without) if isinstance(one, generator_kinds()))
+        self.held: list[Any] = [one for one in generators if not isinstance(one, random.SystemRandom)]  # has no state
 
     def states(self, device: torch.device = CPU) -> dict[str, Any]:
         return random_states(device) | self.held_states()
@@ -76,54 +72,6 @@ def _decoded(value: Any) -> Any:
     if "array" in value:
         return sys.modules["numpy"].array(value["array"], dtype=value["dtype"])
     return {name: _decoded(item) for name, item in value.items()}
-
-
-def _kinds() -> tuple[type, ...]:
-    numpy = sys.modules.get("numpy")
-    of_numpy = (numpy.random.Generator, numpy.random.RandomState) if numpy is not None else ()
-    return (random.Random, torch.Generator, *of_numpy)
-
-
-def _generators(holder: object) -> list[Any]:
-    """In the order in which they are found."""
-    kinds = _kinds()
-    found: list[Any] = []
-    seen: dict[int, object] = {}  # each stays alive: its id is not given to another
-    waiting = deque([holder])
-    while waiting and len(seen) < MOST_OBJECTS:
-        one = waiting.popleft()
-        if id(one) in seen:
-            continue
-        seen[id(one)] = one
-        if not isinstance(one, kinds):
-            waiting.extend(islice(_held(one), MOST_ITEMS))
-        elif not isinstance(one, random.SystemRandom):  # has no state
-            found.append(one)
-    return found
-
-
-def _held(value: Any) -> Iterable[Any]:
-    if isinstance(value, (str, bytes, int, float, type, ModuleType, torch.Tensor)):
-        return ()
-    if isinstance(value, dict):
-        return value.values()
-    if isinstance(value, (list, tuple, set, deque)):
-        return value
-    if isinstance(value, MethodType):
-        return (value.__self__,)
-    if isinstance(value, partial):
-        return (value.func, *value.args, *value.keywords.values())
-    if isinstance(value, FunctionType):
-        return filter(None, map(_content, value.__closure__ or ()))
-    attributes = getattr(value, "__dict__", None)
-    return attributes.values() if isinstance(attributes, dict) else ()
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not set yet
-        return None
 
 
 def _state(generator: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
@@ -14,6 +14,7 @@ import torch
 from wanshim.core.shared import tree
 from wanshim.errors import ResumeInvalid
 
+MOST_TEXT = 2**18  # characters of one attribute
 NOT_SAVED = "Train with an optimizer and a schedule whose state is dense tensors and plain values, or without resume"
 
 
@@ -73,6 +74,50 @@ def attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             if parameters.isdisjoint(map(id, tensors.values())):
                 found[name] = vars(optimizer)[name]
     return found
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is made of numbers, strings, lists and dicts."""
+    tensors: dict[str, torch.Tensor] = {}
+    with suppress(ResumeInvalid, RecursionError):
+        flatten(value, "value", tensors)
+        return not tensors
+    return False
+
+
+class PlainState:
+    """The plain attributes of an object, of which a state has those that have changed since this was made: an output
+    folder is that of the start. A state has none of them if another attribute has changed that it cannot have: a count
+    or flag may be about it, as one that says that a file is open.
+
+    Args:
+        without: names of the framework's own attributes.
+    """
+
+    def __init__(self, owner: object, without: Collection[str] = ()) -> None:
+        self.owner, self._without = owner, {*vars(torch.nn.Module()), *without}
+        self.left: list[str] = []  # changed, and no part of what `changed` gave
+        self._begin, self._others = self._contents()
+
+    def _contents(self) -> tuple[dict[str, str], dict[str, Any]]:
+        """The contents of plain attributes, and the others."""
+        own = {name: value for name, value in vars(self.owner).items() if name not in self._without}
+        plain = {name: content(value) for name, value in own.items() if _is_plain(value)}
+        return plain, {name: value for name, value in own.items() if name not in plain}
+
+    def changed(self) -> dict[str, Any]:
+        """By name, of JSON, as short as a file's header has room for from many ranks."""
+        plain, others = self._contents()
+        changed = {name: text for name, text in plain.items() if text != self._begin.get(name)}
+        bound = any(name not in self._others or self._others[name] is not value for name, value in others.items())
+        self.left = [name for name, text in changed.items() if bound or len(text) > MOST_TEXT]
+        return {name: json.loads(text) for name, text in changed.items() if name not in self.left}
+
+    def restore(self, changed: Mapping[str, Any]) -> None:
+        """Set what `changed` gave, but for a name that is something else now."""
+        for name, described in changed.items():
+            if _is_plain(getattr(self.owner, name, None)):
+                setattr(self.owner, name, rebuild(described, {}))
 
 
 def restore_attributes(optimizer: torch.optim.Optimizer, described: Any, tensors: Mapping[str, torch.Tensor]) -> None:
