@@ -10,6 +10,7 @@ whichever of the seams of these features a call comes to first takes the road fo
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -339,10 +340,28 @@ def watch_steps(seam: SeamState, say: Callable[[], bool]) -> None:
     seam.earlier.append(register_optimizer_step_pre_hook(look).remove)
 
 
+def why_outside() -> tuple[str, str]:
+    """The reason why an optimizer steps without a replaced launcher, and the remedy. DiffSynth's own launcher is on the
+    stack if the script took it before it was replaced: a name in the script is out of reach."""
+    module, _, name = LAUNCHER.partition(":")
+    frame = sys._getframe()
+    while (back := frame.f_back) is not None:
+        frame = back
+        if (frame.f_globals.get("__name__"), frame.f_code.co_name) == (module, name):
+            return (
+                f"the script imported {name} before wanshim.activate(), and calls DiffSynth's own",
+                "Call wanshim.activate() before the script imports from diffsynth, or start it by `wanshim run`",
+            )
+    return f"an optimizer steps outside of DiffSynth's {name}", f"Train through {name}"
+
+
 def _take_road_of_all(step: Step, original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     """The replacement of the launcher that all training goes through, for the feature of this step. Until `seam` is
     taken out, a loop of the user's own that steps without it is told that the step is not taken."""
-    watch_steps(seam, lambda: not _taken.get() and step.asked(seam.settings) and _say_without_effect(step, seam))
+    # whatever value switched the feature on: a feature may have several steps
+    watch_steps(
+        seam, lambda: not _taken.get() and seam.settings.is_on(step.setting) and _say_without_effect(step, seam)
+    )
     return take_road(step.feature, original, seam)
 
 
@@ -354,12 +373,10 @@ def _say_without_effect(step: Step, seam: SeamState) -> bool:
 
     read = seam.settings
     variable = read.sources.get(step.setting, step.setting)
-    reason = (
-        f"{variable} has no effect on this training loop, {step.without}: "
-        "an optimizer steps outside of DiffSynth's launch_training_task"
-    )
+    why, remedy = why_outside()
+    reason = f"{variable} has no effect on this training loop, {step.without}: {why}"
     if read.insists_on(step.setting):
-        raise FeatureUnavailable(reason, hint=f"Train through launch_training_task, or unset {variable}")
+        raise FeatureUnavailable(reason, hint=f"{remedy}, or unset {variable}")
     seam.enter()
     seam.fall_back(reason)
     logging.getLogger("wanshim").warning("wanshim: %s: %s", step.feature, reason)

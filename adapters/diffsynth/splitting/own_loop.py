@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from wanshim.adapters.diffsynth.splitting.load import trains_on_one_device
 from wanshim.adapters.diffsynth.splitting.refusals import ranks_here
-from wanshim.adapters.diffsynth.training_road import MODEL_SPLIT, take_road, watch_steps
+from wanshim.adapters.diffsynth.training_road import MODEL_SPLIT, take_road, watch_steps, why_outside
 from wanshim.errors import FeatureUnavailable
 from wanshim.undo import Undo
 
@@ -30,8 +30,7 @@ def expect_steps(undo: Undo) -> None:
 def with_plan(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     """For the launcher that plans are for. Until `seam` is taken out, each optimizer step is looked at: whether its run
     has the plan that the settings ask for."""
-    why = "an optimizer steps outside of DiffSynth's launch_training_task"
-    watch_steps(seam, lambda: not _planned and _say_without_plan(seam, why))
+    watch_steps(seam, lambda: not _planned and _say_without_plan(seam, *why_outside()))
     return take_road(MODEL_SPLIT, original, seam)
 
 
@@ -41,7 +40,8 @@ def without_plan(original: Callable[..., Any], seam: SeamState) -> Callable[...,
     def launch(*args: object, **kwargs: object) -> Any:
         if seam.off:
             return original(*args, **kwargs)
-        _say_without_plan(seam, f"{original.__name__} trains several models in turn, and a plan is for one")
+        why = f"{original.__name__} trains several models in turn, and a plan is for one"
+        _say_without_plan(seam, why, "Train through launch_training_task")
         with Undo() as undo:
             expect_steps(undo)
             return original(*args, **kwargs)
@@ -49,7 +49,7 @@ def without_plan(original: Callable[..., Any], seam: SeamState) -> Callable[...,
     return launch
 
 
-def _say_without_plan(seam: SeamState, why: str) -> bool:
+def _say_without_plan(seam: SeamState, why: str, remedy: str) -> bool:
     """Report that the plan which the settings ask for has no effect; False: they ask for none.
 
     Raises:
@@ -63,7 +63,7 @@ def _say_without_plan(seam: SeamState, why: str) -> bool:
     if read.strict or read.plan_name == "sequence":
         raise FeatureUnavailable(
             reason,
-            hint="Train through launch_training_task, or unset WANSHIM_PLAN and leave out `wanshim run --gpus`",
+            hint=f"{remedy}, or unset WANSHIM_PLAN and leave out `wanshim run --gpus`",
         )
     seam.enter()
     seam.fall_back(reason)

@@ -84,7 +84,15 @@ def test_loop_of_ones_own_over_a_split_and_without_a_plan_is_left_alone(monkeypa
 
 
 @pytest.mark.parametrize(
-    ("feature", "variable", "value"), [("resume", "RESUME", "auto"), ("kept_attention", "KEEP", "attention")]
+    ("feature", "variable", "value"),
+    [
+        ("resume", "RESUME", "auto"),
+        ("kept_attention", "KEEP", "attention"),
+        ("kept_attention", "KEEP", "blocks"),
+        ("kept_attention", "KEEP", "auto"),
+        ("checkpoint_offload", "OFFLOAD", "on"),
+        ("compiled_blocks", "COMPILE", "1"),
+    ],
 )
 def test_what_is_done_in_a_planned_run_alone_says_so_in_a_loop_of_ones_own_and_strict_ends_it(
     feature: str, variable: str, value: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -106,6 +114,26 @@ def test_what_is_done_in_a_planned_run_alone_says_so_in_a_loop_of_ones_own_and_s
         own_loop()
     wanshim.deactivate()
     own_loop()
+
+
+@pytest.mark.parametrize(
+    ("feature", "variable", "value"), [("kept_attention", "KEEP", "blocks"), ("model_split", "PLAN", "stream")]
+)
+def test_launcher_that_a_script_imported_before_activation_is_named_as_the_reason(
+    feature: str, variable: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured = runner.launch_training_task
+    monkeypatch.setenv(f"WANSHIM_{variable}", value)
+    wanshim.activate(f"none,diffsynth.{feature}")
+    captured(Accelerator(), Samples(1), Training(), Logger(tmp_path))
+    (note,) = [n for n in wanshim.report(strict=False).row(f"diffsynth.{feature}").notes if "no effect" in n]
+    assert "the script imported launch_training_task before wanshim.activate()" in note
+    assert "outside" not in note
+    monkeypatch.setenv("WANSHIM_STRICT", "1")
+    wanshim.deactivate()
+    wanshim.activate(f"none,diffsynth.{feature}")
+    with pytest.raises(FeatureUnavailable, match=r"Call wanshim\.activate\(\) before the script imports"):
+        captured(Accelerator(), Samples(1), Training(), Logger(tmp_path))
 
 
 @pytest.mark.sweep
