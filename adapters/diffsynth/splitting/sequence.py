@@ -23,7 +23,7 @@ from wanshim.adapters.diffsynth.splitting.data_parallel import count_groups
 from wanshim.adapters.diffsynth.splitting.pipelined_loop import keep_out_of_ddp, save_whole
 from wanshim.adapters.diffsynth.training_road import Row, Run
 from wanshim.core.model_split.quantize import quantized_names
-from wanshim.core.sequence import SequenceHandle, random_states, set_random_states, shard_sequence
+from wanshim.core.sequence import SequenceHandle, random_states, refuse_hooks, set_random_states, shard_sequence
 from wanshim.core.shared.digest import digest
 from wanshim.core.shared.tree import flatten
 from wanshim.patching.vae_method import shares_ranks
@@ -54,6 +54,8 @@ def apply(run: Run, row: Row) -> None:
     undo.add(handle.remove)
     handle.match_trained(call.model)
     count_groups(accelerator, plan.ranks, group, lambda: handle.attendance.meet(SAVE_SECONDS), undo)
+    if groups > 1:
+        undo.replace(accelerator, "backward", partial(_without_hooks, call.model))
     undo.replace(PartialState(), "wait_for_everyone", partial(_checked, handle))
     for name in ("on_step_end", "on_epoch_end", "on_training_end"):
         if hasattr(call.logger, name):
@@ -76,6 +78,14 @@ def apply(run: Run, row: Row) -> None:
 def _group(ranks: int, accelerator: Any) -> Any:
     """This process's group of consecutive ranks; None for all ranks."""
     return None if ranks == accelerator.num_processes else dist.new_subgroups(ranks)[0]
+
+
+def _without_hooks(model: torch.nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
+    def backward(*args: object, **kwargs: object) -> Any:
+        refuse_hooks(model.named_parameters())
+        return original(*args, **kwargs)
+
+    return backward
 
 
 def _checked(handle: SequenceHandle, original: Callable[[], Any]) -> Callable[[], Any]:

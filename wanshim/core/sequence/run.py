@@ -99,7 +99,7 @@ class ShardedModel:
         described += "" if torch.is_grad_enabled() else ", without gradients"
         self.group.watch.called(self._calls, described)
         if self.gradients is not None:  # also without gradients: a reentrant checkpoint runs its first forward so
-            self.gradients.watch(p for module in self.trained for p in module.parameters())
+            self.gradients.watch(named for module in self.trained for named in module.named_parameters())
         self._arriving.append(InputCheck(self.group, self._calls, inputs, described))
         if not next(iter(inputs.values())).is_cuda:  # nothing runs ahead, and gloo ends a process on a wrong size
             self.arrive()
