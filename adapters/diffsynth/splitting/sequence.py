@@ -54,8 +54,8 @@ def apply(run: Run, row: Row) -> None:
     undo.add(handle.remove)
     handle.match_trained(call.model)
     count_groups(accelerator, plan.ranks, group, lambda: handle.attendance.meet(SAVE_SECONDS), undo)
-    if groups > 1:
-        undo.replace(accelerator, "backward", partial(_without_hooks, call.model))
+    averaged_later = call.model if groups > 1 else torch.nn.Module()
+    undo.replace(accelerator, "backward", partial(_compared, handle, averaged_later, device))
     undo.replace(PartialState(), "wait_for_everyone", partial(_checked, handle))
     for name in ("on_step_end", "on_epoch_end", "on_training_end"):
         if hasattr(call.logger, name):
@@ -80,10 +80,15 @@ def _group(ranks: int, accelerator: Any) -> Any:
     return None if ranks == accelerator.num_processes else dist.new_subgroups(ranks)[0]
 
 
-def _without_hooks(model: torch.nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
-    def backward(*args: object, **kwargs: object) -> Any:
-        refuse_hooks(model.named_parameters())
-        return original(*args, **kwargs)
+def _compared(
+    handle: SequenceHandle, averaged_later: torch.nn.Module, device: torch.device, original: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The backward of a loss that all ranks of the group have computed alike."""
+
+    def backward(loss: torch.Tensor, **kwargs: object) -> Any:
+        refuse_hooks(averaged_later.named_parameters())
+        handle.compare_loss(loss.to(device))
+        return original(loss, **kwargs)
 
     return backward
 

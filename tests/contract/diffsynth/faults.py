@@ -35,7 +35,12 @@ def _lose_the_loss(module: Any) -> None:
         module.pipe.dit.head.head.weight.fill_(float("nan"))
 
 
+def _weigh_the_loss(module: Any) -> None:
+    module.register_forward_hook(lambda _, args, loss: 1.01 * loss)
+
+
 BEFALLS = {
+    "loss": _second("loss", _weigh_the_loss),
     "killed": _second("killed", lambda _: os.kill(os.getpid(), signal.SIGKILL)),
     "memory": _second("memory", _run_out_of_memory),
     "noise": _second("noise", _draw_another_noise),

@@ -40,7 +40,21 @@ SAME_INPUTS = (
     "it calls under torch.no_grad()"
 )
 
+DISAGREEMENTS = {  # the kinds of failure in which each rank is well and they differ: what is expected, and a hint
+    "different": ("the same inputs on every rank of the group", SAME_INPUTS),
+    "loss": (
+        "the same loss on every rank of the group",
+        "Compute it from the model's output and the weights: inside blocks each rank has tokens of its own. Draw its "
+        "weights from generators with the same seed on every rank",
+    ),
+}
+
 Status = dict[str, Any]
+
+
+def disagreement(kind: str, found: str) -> RankDisagreement:
+    expected, hint = DISAGREEMENTS[kind]
+    return RankDisagreement(found, expected=expected, hint=hint)
 
 
 class Stops(ABC):
@@ -164,12 +178,8 @@ class Watch(Stops):
             time.sleep(0.02)
         found = self._causes() or [(r, s["failure"]) for r, s in enumerate(self._statuses) if s["failure"]]
         for _, (kind, text) in found:
-            if kind == "different":
-                return RankDisagreement(
-                    text,
-                    expected="the same inputs on every rank of the group",
-                    hint=SAME_INPUTS,
-                )
+            if kind in DISAGREEMENTS:
+                return disagreement(kind, text)
         said = dict.fromkeys(
             text if kind == "gone" else f"rank {self.ranks[rank]}: {text}" for rank, (kind, text) in found
         )

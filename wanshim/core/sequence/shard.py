@@ -58,6 +58,15 @@ class SequenceHandle:
         match_weights(self._run.group, {n: p for n, p in module.named_parameters() if p.requires_grad})
         self._run.trained.append(module)
 
+    def compare_loss(self, loss: torch.Tensor) -> None:
+        """Compare a loss over the ranks while the backward that follows runs; the host waits for nothing.
+
+        Args:
+            loss: on the device of the model. That backward raises `RankDisagreement` on every rank, with one table, if
+                the ranks' losses differ by more than rounding.
+        """
+        self._run.loss = loss.detach()
+
     def fail(self, error: BaseException) -> None:
         """Report an error of this rank that the model does not see; the other ranks stop with its name at once."""
         self._run.group.watch.fail_with(error)
@@ -89,9 +98,10 @@ def shard_sequence(
     loss. Without gradients one rank may call a model that is trained alone, as for a validation: it then computes the
     whole, and the others wait for it in their next call. When `backward()` returns, every rank has the whole gradient
     of everything trained; gradients accumulate as always. The loss is computed from the output, the weights or both,
-    not from what a block computes inside: a rank has its own tokens of that. Adapters such as LoRA are injected before.
-    Trained parameters get the first rank's values here; frozen ones are compared by digest and stay as they are. Copies
-    of the model by `copy.deepcopy`, pickle or `torch.save` are not sharded.
+    not from what a block computes inside: a rank has its own tokens of that, and `compare_loss(loss)` of the handle,
+    called before `backward()`, finds it. Adapters such as LoRA are injected before. Trained parameters get the first
+    rank's values here; frozen ones are compared by digest and stay as they are. Copies of the model by `copy.deepcopy`,
+    pickle or `torch.save` are not sharded.
 
     Args:
         model: with `blocks` as Wan's transformer calls them, or as the argument `blocks` says.
