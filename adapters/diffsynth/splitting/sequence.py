@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from wanshim.adapters.diffsynth import compiled_blocks, encode_cache
 from wanshim.adapters.diffsynth.splitting import refusals
@@ -56,7 +57,11 @@ def apply(run: Run, row: Row) -> None:
     count_groups(accelerator, plan.ranks, group, lambda: handle.attendance.meet(SAVE_SECONDS), undo)
     averaged_later = call.model if groups > 1 else torch.nn.Module()
     undo.replace(accelerator, "backward", partial(_compared, handle, averaged_later, device))
-    undo.replace(PartialState(), "wait_for_everyone", partial(_checked, handle))
+    trained = Trained(handle, call.model)
+    undo.add(register_optimizer_step_pre_hook(trained.before_step).remove)
+    undo.replace(PartialState(), "wait_for_everyone", partial(_checked, handle, trained))
+    if hasattr(call.logger, "on_training_end"):
+        undo.replace(call.logger, "on_training_end", partial(_compared_first, trained))
     for name in ("on_step_end", "on_epoch_end", "on_training_end"):
         if hasattr(call.logger, name):
             undo.replace(call.logger, name, partial(_in_own_time, handle, device))
@@ -93,13 +98,55 @@ def _compared(
     return backward
 
 
-def _checked(handle: SequenceHandle, original: Callable[[], Any]) -> Callable[[], Any]:
+class Trained:
+    """The trained weights of a run and the numbers of its optimizer, compared over the ranks of a group: before steps
+    1, 2, 4, 8, ... and where the ranks meet before a file is written."""
+
+    def __init__(self, handle: SequenceHandle, model: torch.nn.Module) -> None:
+        self._handle = handle
+        self._parameters = {parameter for parameter in model.parameters() if parameter.requires_grad}
+        self._steps = 0
+        self._groups: list[dict[str, Any]] = []
+
+    def before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        if self._parameters.isdisjoint(optimizer.param_groups[0]["params"]):
+            return  # what one process may train alone
+        self._groups, self._steps = optimizer.param_groups, self._steps + 1
+        if self._steps & (self._steps - 1) == 0:
+            self.compare()
+
+    def compare(self) -> None:
+        """Every rank calls it.
+
+        Raises:
+            RankDisagreement: one table on all ranks.
+        """
+        self._handle.compare_trained(
+            {
+                f"{name} of parameter group {place}": str(value.item() if isinstance(value, torch.Tensor) else value)
+                for place, group in enumerate(self._groups)
+                for name, value in group.items()
+                if isinstance(value, (int, float, tuple)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+            }
+        )
+
+
+def _compared_first(trained: Trained, original: Callable[..., Any]) -> Callable[..., Any]:
+    def called(*args: object, **kwargs: object) -> Any:
+        trained.compare()
+        return original(*args, **kwargs)
+
+    return called
+
+
+def _checked(handle: SequenceHandle, trained: Trained, original: Callable[[], Any]) -> Callable[[], Any]:
     """Raise what stopped the group, before a checkpoint is written, and meet its ranks, of which accelerate counts one.
-    A rank that alone comes here does not wait."""
+    Ranks that meet have trained the same. A rank that alone comes here does not wait."""
 
     def wait_for_everyone() -> Any:
         handle.check()
-        handle.attendance.meet(SAVE_SECONDS)
+        if handle.attendance.meet(SAVE_SECONDS):
+            trained.compare()
         return original()
 
     return wait_for_everyone

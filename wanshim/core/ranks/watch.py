@@ -47,6 +47,10 @@ DISAGREEMENTS = {  # the kinds of failure in which each rank is well and they di
         "Compute it from the model's output and the weights: inside blocks each rank has tokens of its own. Draw its "
         "weights from generators with the same seed on every rank",
     ),
+    "trained": (
+        "the same trained weights, and numbers of the optimizer such as lr, on every rank of the group",
+        "Change them on every rank alike: accelerate.utils.broadcast_object_list brings what one rank has found to all",
+    ),
 }
 
 Status = dict[str, Any]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from .hooks import attach
 from .leader import Leader
 from .plan import SequencePlan, plan_sequence
 from .run import ShardedModel
-from .weights import match_weights
+from .weights import compare_trained, match_weights
 
 ATTRIBUTE = "_wanshim_sequence"
 DEADLINE_SECONDS = 300.0
@@ -56,7 +56,23 @@ class SequenceHandle:
             RankDisagreement: other names, shapes or dtypes are trained on another rank.
         """
         match_weights(self._run.group, {n: p for n, p in module.named_parameters() if p.requires_grad})
-        self._run.trained.append(module)
+        self._run.trained.insert(0, module)  # it may hold the model: its names are the longest
+
+    def compare_trained(self, numbers: Mapping[str, str]) -> None:
+        """Compare what is trained, by digest, and numbers of its optimizer over the ranks. Every rank calls it.
+
+        Raises:
+            RankDisagreement: they have drifted apart: one table on all ranks.
+        """
+        self.attendance.join("a comparison of what is trained")
+        trained: dict[str, torch.Tensor] = {}
+        seen = set[torch.Tensor]()
+        for module in self._run.trained:
+            for name, parameter in module.named_parameters():
+                if parameter.requires_grad and parameter not in seen:
+                    seen.add(parameter)
+                    trained[f"{name} ({len(trained)})" if name in trained else name] = parameter
+        compare_trained(self._run.group, trained, numbers)
 
     def compare_loss(self, loss: torch.Tensor) -> None:
         """Compare a loss over the ranks while the backward that follows runs; the host waits for nothing.
