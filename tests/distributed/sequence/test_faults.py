@@ -85,6 +85,27 @@ def test_reported_error_ends_the_others_with_its_name() -> None:
     assert "rank 1: RuntimeError: the video cannot be read" in message
 
 
+def early_stop(rank: int, size: int) -> tuple[object, float]:
+    """Rank 0, which hosts the store, stops early and is gone at once."""
+    model, handle = sharded()
+    CASE.step(model)
+    if rank == 0:
+        handle.fail(SystemExit(0))
+        os._exit(0)
+    start = time.monotonic()
+    try:
+        CASE.step(model)
+    except SystemExit as exit:
+        return exit.code, time.monotonic() - start
+    return "went on", 0.0
+
+
+def test_normal_exit_of_one_rank_ends_the_others_with_its_status() -> None:
+    for code, seconds in values(run_ranks(early_stop, 3)[1:]):
+        assert code == 0
+        assert seconds < SECONDS
+
+
 def killed_in_the_middle(rank: int, size: int, victim: int) -> tuple[str, str, float]:
     model, _ = sharded()
     if rank == victim:

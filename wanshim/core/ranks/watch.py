@@ -72,11 +72,14 @@ class Stops(ABC):
         """This rank has failed."""
 
     @abstractmethod
-    def cause(self) -> RanksFailed:
-        """Why the group stopped."""
+    def cause(self) -> BaseException:
+        """Why the group stopped: an error, or a rank's normal exit, which ends the others with its status."""
 
     def fail_with(self, error: BaseException) -> None:
-        self.fail("error", named_line(error))
+        if isinstance(error, SystemExit) and not error.code:
+            self.fail("exit", "ended normally")
+        else:
+            self.fail("error", named_line(error))
 
     def check(self) -> None:
         """Raise what stopped the group, if anything did."""
@@ -175,7 +178,12 @@ class Watch(Stops):
             self._publish()
         self._wake.set()
 
-    def cause(self) -> RanksFailed:
+    def fail_with(self, error: BaseException) -> None:
+        super().fail_with(error)
+        if isinstance(error, SystemExit):  # `sys.excepthook` does not see it
+            self._wait_until_known()
+
+    def cause(self) -> BaseException:
         """Why the group stopped, as every rank reports it; waits, within bounds, until the first cause is known."""
         end = time.monotonic() + 1.5 * self.silence + 2.0
         while not self._causes() and time.monotonic() < end:
@@ -184,6 +192,8 @@ class Watch(Stops):
         for _, (kind, text) in found:
             if kind in DISAGREEMENTS:
                 return disagreement(kind, text)
+        if found and all(kind == "exit" for _, (kind, _) in found):
+            return SystemExit(0)
         said = dict.fromkeys(
             text if kind == "gone" else f"rank {self.ranks[rank]}: {text}" for rank, (kind, text) in found
         )
@@ -271,7 +281,7 @@ class Watch(Stops):
         found = [(rank, tuple(s["failure"])) for rank, s in enumerate(self._statuses) if s["failure"]]
         first = [(rank, failure) for rank, failure in found if failure[0] not in _CONSEQUENCES]
         if first:
-            return first
+            return [(rank, failure) for rank, failure in first if failure[0] != "exit"] or first
         waited = [(rank, failure) for rank, failure in found if failure[0] == "waited"]
         if waited:
             places = "; ".join(f"rank {self.ranks[r]} is in {self._at(r)}" for r in range(len(self.ranks)))
@@ -307,6 +317,11 @@ class Watch(Stops):
     def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
         """An error that ends this process: the others learn its name before the store goes with it."""
         self.fail_with(error)
+        self._wait_until_known()
+        self._chained(kind, error, trace)
+
+    def _wait_until_known(self) -> None:
+        """A rank that hosts the store and is about to end waits a moment: the others read why before it is gone."""
         end = time.monotonic() + _FAREWELL_SECONDS
         with contextlib.suppress(RuntimeError, OSError):
             while self.ranks[self.rank] == 0 and time.monotonic() < end:
@@ -314,7 +329,6 @@ class Watch(Stops):
                 if all(status["failure"] or status["left"] for status in self._statuses):
                     break
                 time.sleep(0.05)
-        self._chained(kind, error, trace)
 
 
 class WatchedByAnother(Stops):
