@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from wanshim.adapters.diffsynth import compiled_blocks, encode_cache
 from wanshim.adapters.diffsynth.splitting import refusals
@@ -23,7 +24,7 @@ from wanshim.adapters.diffsynth.splitting.data_parallel import count_groups
 from wanshim.adapters.diffsynth.splitting.pipelined_loop import keep_out_of_ddp, save_whole
 from wanshim.adapters.diffsynth.training_road import Row, Run
 from wanshim.core.model_split.quantize import quantized_names
-from wanshim.core.sequence import SequenceHandle, random_states, set_random_states, shard_sequence
+from wanshim.core.sequence import SequenceHandle, random_states, refuse_hooks, set_random_states, shard_sequence
 from wanshim.core.shared.digest import digest
 from wanshim.core.shared.tree import flatten
 from wanshim.patching.vae_method import shares_ranks
@@ -54,7 +55,13 @@ def apply(run: Run, row: Row) -> None:
     undo.add(handle.remove)
     handle.match_trained(call.model)
     count_groups(accelerator, plan.ranks, group, lambda: handle.attendance.meet(SAVE_SECONDS), undo)
-    undo.replace(PartialState(), "wait_for_everyone", partial(_checked, handle))
+    averaged_later = call.model if groups > 1 else torch.nn.Module()
+    undo.replace(accelerator, "backward", partial(_compared, handle, averaged_later, device))
+    trained = Trained(handle, call.model)
+    undo.add(register_optimizer_step_pre_hook(trained.before_step).remove)
+    undo.replace(PartialState(), "wait_for_everyone", partial(_checked, handle, trained))
+    if hasattr(call.logger, "on_training_end"):
+        undo.replace(call.logger, "on_training_end", partial(_compared_first, trained))
     for name in ("on_step_end", "on_epoch_end", "on_training_end"):
         if hasattr(call.logger, name):
             undo.replace(call.logger, name, partial(_in_own_time, handle, device))
@@ -78,13 +85,68 @@ def _group(ranks: int, accelerator: Any) -> Any:
     return None if ranks == accelerator.num_processes else dist.new_subgroups(ranks)[0]
 
 
-def _checked(handle: SequenceHandle, original: Callable[[], Any]) -> Callable[[], Any]:
+def _compared(
+    handle: SequenceHandle, averaged_later: torch.nn.Module, device: torch.device, original: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The backward of a loss that all ranks of the group have computed alike."""
+
+    def backward(loss: torch.Tensor, **kwargs: object) -> Any:
+        refuse_hooks(averaged_later.named_parameters())
+        handle.compare_loss(loss.to(device))
+        return original(loss, **kwargs)
+
+    return backward
+
+
+class Trained:
+    """The trained weights of a run and the numbers of its optimizer, compared over the ranks of a group: before steps
+    1, 2, 4, 8, ... and where the ranks meet before a file is written."""
+
+    def __init__(self, handle: SequenceHandle, model: torch.nn.Module) -> None:
+        self._handle = handle
+        self._parameters = {parameter for parameter in model.parameters() if parameter.requires_grad}
+        self._steps = 0
+        self._groups: list[dict[str, Any]] = []
+
+    def before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        if self._parameters.isdisjoint(optimizer.param_groups[0]["params"]):
+            return  # what one process may train alone
+        self._groups, self._steps = optimizer.param_groups, self._steps + 1
+        if self._steps & (self._steps - 1) == 0:
+            self.compare()
+
+    def compare(self) -> None:
+        """Every rank calls it.
+
+        Raises:
+            RankDisagreement: one table on all ranks.
+        """
+        self._handle.compare_trained(
+            {
+                f"{name} of parameter group {place}": str(value.item() if isinstance(value, torch.Tensor) else value)
+                for place, group in enumerate(self._groups)
+                for name, value in group.items()
+                if isinstance(value, (int, float, tuple)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+            }
+        )
+
+
+def _compared_first(trained: Trained, original: Callable[..., Any]) -> Callable[..., Any]:
+    def called(*args: object, **kwargs: object) -> Any:
+        trained.compare()
+        return original(*args, **kwargs)
+
+    return called
+
+
+def _checked(handle: SequenceHandle, trained: Trained, original: Callable[[], Any]) -> Callable[[], Any]:
     """Raise what stopped the group, before a checkpoint is written, and meet its ranks, of which accelerate counts one.
-    A rank that alone comes here does not wait."""
+    Ranks that meet have trained the same. A rank that alone comes here does not wait."""
 
     def wait_for_everyone() -> Any:
         handle.check()
-        handle.attendance.meet(SAVE_SECONDS)
+        if handle.attendance.meet(SAVE_SECONDS):
+            trained.compare()
         return original()
 
     return wait_for_everyone

@@ -35,7 +35,18 @@ def _lose_the_loss(module: Any) -> None:
         module.pipe.dit.head.head.weight.fill_(float("nan"))
 
 
+def _weigh_the_loss(module: Any) -> None:
+    module.register_forward_hook(lambda _, args, loss: 1.01 * loss)
+
+
+def _change_what_is_trained(module: Any) -> None:
+    with torch.no_grad():
+        next(parameter for parameter in module.parameters() if parameter.requires_grad).mul_(1.001)
+
+
 BEFALLS = {
+    "drift": _second("drift", _change_what_is_trained),
+    "loss": _second("loss", _weigh_the_loss),
     "killed": _second("killed", lambda _: os.kill(os.getpid(), signal.SIGKILL)),
     "memory": _second("memory", _run_out_of_memory),
     "noise": _second("noise", _draw_another_noise),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tests.contract.diffsynth.ddp_jobs import forked, launch, on_machines
@@ -171,6 +173,8 @@ def test_two_machines_of_two_processes_have_a_group_each(tmp_path: Path) -> None
         ("memory", "rank 1: OutOfMemoryError: no room on this rank"),
         ("noise", "different x"),
         ("nan", "NaN or infinite"),
+        ("drift", "The ranks have drifted apart, in 1 of "),
+        ("loss", "The ranks computed different losses:"),
         ("killed", "Signal 9 (SIGKILL)"),
     ],
 )
@@ -179,3 +183,22 @@ def test_fault_of_one_rank_ends_all_with_its_cause_and_no_file(tmp_path: Path, f
         launch(tmp_path / "ranks", sharded(replace(EACH, fault=fault)))
     assert cause in str(caught.value)
     assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_what_is_trained_is_compared_before_steps_that_are_powers_of_two_of_its_own_optimizer_alone() -> None:
+    from wanshim.adapters.diffsynth.splitting.sequence import Trained
+
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    own = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5), betas=(0.25, 0.75))
+    compared, handle = list[Any](), SimpleNamespace()
+    handle.compare_trained = compared.append
+    trained: Any = Trained(handle, model)  # type: ignore[arg-type]
+    after = []
+    for _ in range(9):
+        trained.before_step(torch.optim.SGD(other.parameters()), (), {})
+        trained.before_step(own, (), {})
+        after.append(len(compared))
+    assert after == [1, 2, 2, 3, 3, 3, 3, 4, 4]
+    numbers = compared[0]
+    assert (numbers["lr of parameter group 0"], numbers["betas of parameter group 0"]) == ("0.5", "(0.25, 0.75)")
+    assert not any(name.startswith("params") for name in numbers)

@@ -235,6 +235,41 @@ def test_accumulation_keeps_the_gradient_object() -> None:
     assert all(values(run_ranks(kept_gradient, 2)))
 
 
+def with_hooks(rank: int, size: int, kind: str) -> list[float]:
+    """Weights after two steps of an optimizer that runs in backward, or behind clipping by value in backward."""
+    case = Case(checkpointing="saved", accumulation=2)
+
+    def trained(sharded: bool) -> Transformer:
+        model = case.model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            parameter.add_(parameter.grad, alpha=-0.1)
+            parameter.grad = None
+
+        for parameter in model.parameters():
+            if kind == "steps":
+                parameter.register_post_accumulate_grad_hook(step)
+            else:
+                parameter.register_hook(lambda gradient: gradient.clamp(-1e-2, 1e-2))
+        if sharded:
+            wanshim.shard_sequence(model, deadline=60)
+        for seed in (1, 2):
+            case.step(model, first_seed=seed)
+            optimizer.step()
+        return model
+
+    pairs = zip(trained(True).parameters(), trained(False).parameters(), strict=True)
+    return [((found - expected).norm() / expected.norm()).item() for found, expected in pairs]
+
+
+@pytest.mark.parametrize("kind", ["steps", "clips"])
+def test_hooks_on_parameters_see_the_whole_gradient(kind: str) -> None:
+    for distances in values(run_ranks(with_hooks, 2, kind)):
+        assert max(distances) <= EXACT
+
+
 # Planted faults: each breaks the code in one place, and the comparison above sees it.
 
 

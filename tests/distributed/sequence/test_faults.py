@@ -85,6 +85,27 @@ def test_reported_error_ends_the_others_with_its_name() -> None:
     assert "rank 1: RuntimeError: the video cannot be read" in message
 
 
+def early_stop(rank: int, size: int) -> tuple[object, float]:
+    """Rank 0, which hosts the store, stops early and is gone at once."""
+    model, handle = sharded()
+    CASE.step(model)
+    if rank == 0:
+        handle.fail(SystemExit(0))
+        os._exit(0)
+    start = time.monotonic()
+    try:
+        CASE.step(model)
+    except SystemExit as exit:
+        return exit.code, time.monotonic() - start
+    return "went on", 0.0
+
+
+def test_normal_exit_of_one_rank_ends_the_others_with_its_status() -> None:
+    for code, seconds in values(run_ranks(early_stop, 3)[1:]):
+        assert code == 0
+        assert seconds < SECONDS
+
+
 def killed_in_the_middle(rank: int, size: int, victim: int) -> tuple[str, str, float]:
     model, _ = sharded()
     if rank == victim:
@@ -178,6 +199,43 @@ def test_inputs_in_another_order_are_found() -> None:
     for found, message, _ in values(run_ranks(moved_tokens, 2)):
         assert found == "RankDisagreement"
         assert "different x in call 1" in message
+
+
+def different_losses(rank: int, size: int, kind: str) -> tuple[str, str, float, bool]:
+    """The second step's loss has a term on what a block computes inside, a weight of each rank, or rounding alone."""
+    model, handle = sharded()
+    inside = list[torch.Tensor]()
+    model.blocks[1].register_forward_hook(lambda *given: inside.append(given[-1]))
+    weights = {"weight": 1 + 0.01 * rank, "rounding": 1 + 1e-6 * rank}
+    stepped = []
+
+    def step() -> None:
+        for number in range(2):
+            loss = CASE.loss(model, 1)
+            if number and kind == "inside":
+                loss = loss + inside[-1].square().mean()
+            elif number:
+                loss = loss * weights[kind]
+            handle.compare_loss(loss)
+            loss.backward()
+            stepped.append(number)
+
+    return (*outcome_of(step), stepped == [0, 1])
+
+
+@pytest.mark.parametrize("kind", ["inside", "weight"])
+def test_different_losses_raise_one_table_before_the_optimizer_can_step(kind: str) -> None:
+    results = values(run_ranks(different_losses, 2, kind))
+    assert results[0][1] == results[1][1]
+    for found, message, seconds, stepped in results:
+        assert (found, stepped) == ("RankDisagreement", False)
+        assert message.startswith("The ranks computed different losses:\n  rank 0: ")
+        assert "Expected the same loss on every rank of the group. Compute it from the model's output" in message
+        assert seconds < SECONDS
+
+
+def test_losses_that_differ_by_rounding_are_the_same() -> None:
+    assert [found for found, _, _, stepped in values(run_ranks(different_losses, 2, "rounding")) if stepped] == ["", ""]
 
 
 def nan(rank: int, size: int, where: str) -> tuple[str, str, float]:

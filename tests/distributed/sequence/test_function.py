@@ -112,9 +112,14 @@ def rounded_otherwise(rank: int, size: int) -> list[float]:
     model, before = Model(), nn.Linear(HEADS * WIDTH, HEADS * WIDTH)
     handle = shard_sequence(model, blocks=model.lists(), deadline=60)
     handle.match_trained(before)
-    outside = [model.refiner.qkv.weight, model.head.weight, before.weight]
-    for parameter in outside:  # as attention's backward rounds on a GPU, in each run otherwise
-        parameter.register_hook(lambda gradient: gradient * (1 + 1e-6 * rank))
+
+    def round_otherwise(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda gradient: gradient * (1 + 1e-6 * rank))
+
+    modules = [model.refiner.qkv, model.head, before]
+    for module in modules:  # as attention's backward rounds on a GPU, in each run otherwise
+        module.register_forward_hook(round_otherwise)
+    outside = [module.weight for module in modules]
     model(
         before(torch.linspace(-1, 1, BOUNDS[-1][1] * HEADS * WIDTH).view(-1, HEADS * WIDTH))
     ).square().mean().backward()

@@ -94,3 +94,41 @@ def outside_the_model(rank: int, size: int) -> Any:
 def test_blocks_and_modules_outside_the_model_come_from_the_first_rank_too() -> None:
     first, second = values(run_ranks(outside_the_model, 2))
     assert first == second
+
+
+def drifted(rank: int, size: int, what: str) -> tuple[str, str, float]:
+    """Ranks that are alike at first, and a rank on which something has changed since."""
+    model, lr = CASE.model(), 1e-3
+    beside = torch.nn.ModuleList([Block(5)])
+    blocks = [BlockList(blocks=list(beside), gather=False), BlockList(blocks=list(model.blocks), exit=model.head)]
+    handle = wanshim.shard_sequence(model, blocks=blocks, deadline=30)
+    handle.compare_trained({"lr": str(lr)})
+    with torch.no_grad():
+        model.text.weight.add_(rank)  # frozen: compared at the start alone
+        if what == "weight" and rank == 1:
+            model.blocks[1].ffn[0].weight[-1, -1] += 1e-6
+        if what == "block beside" and rank == 1:
+            beside[0].ffn[0].weight.neg_()
+    if what == "number" and rank == 1:
+        lr = 1e-4
+    return outcome_of(lambda: handle.compare_trained({"lr": str(lr)}))
+
+
+@pytest.mark.parametrize(
+    ("what", "row"),
+    [
+        ("weight", "  blocks.1.ffn.0.weight\n    rank 0: digest "),
+        ("block beside", "  ffn.0.weight\n    rank 0: digest "),
+        ("number", "  lr\n    rank 0: 0.001\n    rank 1: 0.0001"),
+    ],
+)
+def test_trained_weights_and_numbers_that_drift_apart_are_one_table_on_every_rank(what: str, row: str) -> None:
+    outcomes = values(run_ranks(drifted, 2, what))
+    assert {name for name, _, _ in outcomes} == {"RankDisagreement"}
+    (text,) = {text for _, text, _ in outcomes}
+    assert text.startswith("The ranks have drifted apart, in 1 of ")
+    assert row in text
+
+
+def test_ranks_that_train_alike_have_not_drifted() -> None:
+    assert {name for name, _, _ in values(run_ranks(drifted, 2, "nothing"))} == {""}

@@ -52,6 +52,7 @@ def without_waits(rank: int, size: int) -> float:
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error" if _ else "default")
         loss = torch.nn.functional.mse_loss(model(**sample, checkpointing="saved"), target)
+        handle.compare_loss(loss)
         loss.backward()
         torch.cuda.set_sync_debug_mode("default")
     found = [loss.item()], {name: p.grad for name, p in model.named_parameters()}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from wanshim.core.sequence.gradients import GradientAverage
+from wanshim.core.sequence.gradients import GradientAverage, refuse_hooks
 from wanshim.core.sequence.inputs import InputCheck
 from wanshim.core.sequence.plan import SequencePlan
 from wanshim.core.sequence.run import ShardedModel
@@ -180,9 +180,13 @@ def test_different_values_are_shown_beside_the_ranks_numbers() -> None:
 
 def average_of(pair: Any, parameters: list[nn.Parameter], bucket_bytes: int) -> GradientAverage:
     made = GradientAverage(pair, lambda: None, bucket_bytes)
-    made.watch(parameters)
-    made.watch(parameters)  # again, as at every call
+    made.watch(named(parameters))
+    made.watch(named(parameters))  # again, as at every call
     return made
+
+
+def named(parameters: list[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
+    return [(f"p{i}", parameter) for i, parameter in enumerate(parameters)]
 
 
 def test_full_buckets_are_sent_while_backward_goes_on_and_two_are_in_flight_at_most() -> None:
@@ -218,6 +222,47 @@ def test_autograd_grad_is_refused_and_leaves_earlier_gradients_as_they_were() ->
     with pytest.raises(ModelInvalid, match=r"torch\.autograd\.grad computed this rank's part of 1 gradients"):
         summed.finish()
     assert parameter.grad is earlier
+
+
+def test_hooks_of_a_user_run_once_in_their_order_on_the_whole_gradient_and_as_before_after_remove() -> None:
+    pair, parameter, seen = Pair(), nn.Parameter(torch.zeros(2)), list[Any]()
+    parameter.register_hook(lambda gradient: seen.append(("gradient", gradient.tolist())))
+    parameter.register_hook(lambda gradient: gradient.clamp(max=2.5))
+    parameter.register_post_accumulate_grad_hook(lambda p: seen.append(("added", p.grad.tolist())))  # type: ignore[union-attr]
+    summed = average_of(pair, [parameter], bucket_bytes=2**20)
+    later = parameter.register_hook(lambda gradient: seen.append(("later", gradient.tolist())))
+    summed.watch(named([parameter]))  # the next call
+    for scale in (3.0, 2.0):
+        seen.clear()
+        (parameter * scale).sum().backward()
+        assert seen == []
+        summed.finish()
+        later.remove()
+    assert seen == [("gradient", [2.0, 2.0]), ("added", [4.5, 4.5])]
+    summed.remove()
+    seen.clear()
+    (parameter * 3).sum().backward()
+    assert seen == [("gradient", [3.0, 3.0]), ("added", [7.0, 7.0])]
+
+
+def test_hook_behind_the_forward_is_refused_by_name_before_it_sees_a_part() -> None:
+    parameter, seen = nn.Parameter(torch.zeros(2)), list[Any]()
+    average_of(Pair(), [parameter], bucket_bytes=2**20)
+    parameter.register_post_accumulate_grad_hook(seen.append)
+    with pytest.raises(ModelInvalid, match=r"a hook on p0 that would see this rank's part of its gradient\. Expected"):
+        parameter.sum().backward()
+    assert (seen, parameter.grad) == ([], None)
+
+
+def test_hook_on_a_trained_parameter_is_refused_by_name_where_ddp_averages() -> None:
+    model = nn.Linear(2, 2)
+    refuse_hooks(model.named_parameters())
+    model.weight.requires_grad_(False)
+    hook = model.bias.register_hook(lambda gradient: None)
+    with pytest.raises(ModelInvalid, match="a hook on bias that would see"):
+        refuse_hooks(model.named_parameters())
+    hook.remove()
+    refuse_hooks(model.named_parameters())
 
 
 class Cut(torch.autograd.Function):

@@ -102,6 +102,25 @@ def test_error_of_one_rank_reaches_the_other_with_its_name_and_wakes_it(group: G
             watch.check()
 
 
+@pytest.mark.parametrize("code", [None, 0])
+def test_normal_exit_of_one_rank_ends_the_other_with_its_status(group: Group, code: int | None) -> None:
+    one, other = group.started()
+    one.fail_with(SystemExit(code))
+    until(lambda: other.failed and group.aborts[1])
+    with pytest.raises(SystemExit) as caught:
+        other.check()
+    assert caught.value.code == 0
+
+
+def test_exit_with_a_status_and_an_error_beside_an_exit_are_failures(group: Group) -> None:
+    one, other = group.started()
+    one.fail_with(SystemExit())
+    other.fail_with(SystemExit("no more memory"))
+    until(lambda: (one._statuses[1]["failure"] or [""])[0] == "error")
+    with pytest.raises(RanksFailed, match=r"stopped: rank 0: SystemExit: no more memory\. Expected"):
+        one.check()
+
+
 def test_failed_exchange_gives_way_to_the_error_that_explains_it(group: Group) -> None:
     one, other = group.started()
     other.fail("connection", "gather: peer closed")

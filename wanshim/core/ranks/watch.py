@@ -40,7 +40,25 @@ SAME_INPUTS = (
     "it calls under torch.no_grad()"
 )
 
+DISAGREEMENTS = {  # the kinds of failure in which each rank is well and they differ: what is expected, and a hint
+    "different": ("the same inputs on every rank of the group", SAME_INPUTS),
+    "loss": (
+        "the same loss on every rank of the group",
+        "Compute it from the model's output and the weights: inside blocks each rank has tokens of its own. Draw its "
+        "weights from generators with the same seed on every rank",
+    ),
+    "trained": (
+        "the same trained weights, and numbers of the optimizer such as lr, on every rank of the group",
+        "Change them on every rank alike: accelerate.utils.broadcast_object_list brings what one rank has found to all",
+    ),
+}
+
 Status = dict[str, Any]
+
+
+def disagreement(kind: str, found: str) -> RankDisagreement:
+    expected, hint = DISAGREEMENTS[kind]
+    return RankDisagreement(found, expected=expected, hint=hint)
 
 
 class Stops(ABC):
@@ -54,11 +72,14 @@ class Stops(ABC):
         """This rank has failed."""
 
     @abstractmethod
-    def cause(self) -> RanksFailed:
-        """Why the group stopped."""
+    def cause(self) -> BaseException:
+        """Why the group stopped: an error, or a rank's normal exit, which ends the others with its status."""
 
     def fail_with(self, error: BaseException) -> None:
-        self.fail("error", named_line(error))
+        if isinstance(error, SystemExit) and not error.code:
+            self.fail("exit", "ended normally")
+        else:
+            self.fail("error", named_line(error))
 
     def check(self) -> None:
         """Raise what stopped the group, if anything did."""
@@ -157,19 +178,22 @@ class Watch(Stops):
             self._publish()
         self._wake.set()
 
-    def cause(self) -> RanksFailed:
+    def fail_with(self, error: BaseException) -> None:
+        super().fail_with(error)
+        if isinstance(error, SystemExit):  # `sys.excepthook` does not see it
+            self._wait_until_known()
+
+    def cause(self) -> BaseException:
         """Why the group stopped, as every rank reports it; waits, within bounds, until the first cause is known."""
         end = time.monotonic() + 1.5 * self.silence + 2.0
         while not self._causes() and time.monotonic() < end:
             time.sleep(0.02)
         found = self._causes() or [(r, s["failure"]) for r, s in enumerate(self._statuses) if s["failure"]]
         for _, (kind, text) in found:
-            if kind == "different":
-                return RankDisagreement(
-                    text,
-                    expected="the same inputs on every rank of the group",
-                    hint=SAME_INPUTS,
-                )
+            if kind in DISAGREEMENTS:
+                return disagreement(kind, text)
+        if found and all(kind == "exit" for _, (kind, _) in found):
+            return SystemExit(0)
         said = dict.fromkeys(
             text if kind == "gone" else f"rank {self.ranks[rank]}: {text}" for rank, (kind, text) in found
         )
@@ -257,7 +281,7 @@ class Watch(Stops):
         found = [(rank, tuple(s["failure"])) for rank, s in enumerate(self._statuses) if s["failure"]]
         first = [(rank, failure) for rank, failure in found if failure[0] not in _CONSEQUENCES]
         if first:
-            return first
+            return [(rank, failure) for rank, failure in first if failure[0] != "exit"] or first
         waited = [(rank, failure) for rank, failure in found if failure[0] == "waited"]
         if waited:
             places = "; ".join(f"rank {self.ranks[r]} is in {self._at(r)}" for r in range(len(self.ranks)))
@@ -293,6 +317,11 @@ class Watch(Stops):
     def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
         """An error that ends this process: the others learn its name before the store goes with it."""
         self.fail_with(error)
+        self._wait_until_known()
+        self._chained(kind, error, trace)
+
+    def _wait_until_known(self) -> None:
+        """A rank that hosts the store and is about to end waits a moment: the others read why before it is gone."""
         end = time.monotonic() + _FAREWELL_SECONDS
         with contextlib.suppress(RuntimeError, OSError):
             while self.ranks[self.rank] == 0 and time.monotonic() < end:
@@ -300,7 +329,6 @@ class Watch(Stops):
                 if all(status["failure"] or status["left"] for status in self._statuses):
                     break
                 time.sleep(0.05)
-        self._chained(kind, error, trace)
 
 
 class WatchedByAnother(Stops):

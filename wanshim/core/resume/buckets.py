@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from wanshim.undo import Undo
@@ -17,15 +18,16 @@ def note_ready(parameters: Sequence[torch.nn.Parameter], undo: Undo) -> list[int
     """Filled by the next backward: the places of `parameters` in the order in which their gradients are ready."""
     ready: list[int] = []
 
-    def note(place: int, parameter: torch.Tensor) -> None:
+    def note(place: int, *_: object) -> None:
         ready.append(place)
         handles[place].remove()
 
-    handles = [
-        parameter.register_post_accumulate_grad_hook(partial(note, place)) for place, parameter in enumerate(parameters)
-    ]
+    # on the nodes that accumulate: a hook on a parameter is a user's, who wants the gradient
+    nodes = [get_gradient_edge(parameter).node for parameter in parameters]
+    handles = [node.register_hook(partial(note, place)) for place, node in enumerate(nodes)]
     for handle in handles:
         undo.add(handle.remove)
+    undo.add(nodes.clear)  # a node lives as long as somebody holds it
     return ready
 
 

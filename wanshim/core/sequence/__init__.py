@@ -1,6 +1,7 @@
 """Sequence parallel: the tokens of one sample over the ranks of a group."""
 
 from .blocks import BlockList, TextStream, check_tokens_apart
+from .gradients import refuse_hooks
 from .group import SequenceGroup
 from .inference import check_shardable, sharded
 from .random_state import random_states, set_random_states
@@ -14,6 +15,7 @@ __all__ = [
     "check_shardable",
     "check_tokens_apart",
     "random_states",
+    "refuse_hooks",
     "sequence_of",
     "set_random_states",
     "shard_sequence",

@@ -7,7 +7,8 @@ backwards, as that of attention, round differently in each run.
 
 What one backward adds is kept apart from what earlier ones left in `.grad`, averaged in buckets in the order in which
 it comes, the same on every rank, and added at the end: accumulated gradients are never averaged twice. Half-precision
-gradients are summed in float32.
+gradients are summed in float32. A user's hook on a parameter, as one that clips or steps an optimizer, runs there too,
+on the whole gradient.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -34,6 +36,43 @@ class _Bucket:
     pending: InFlight
 
 
+class _Deferred:
+    """A user's hook on a parameter, in its place: autograd calls it with a part, and `finish()` with the whole."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self.hook = hook
+
+    def __call__(self, part: torch.Tensor) -> None:
+        """Does nothing."""
+
+
+_Hooks = dict[int, Callable[..., Any]]  # by the numbers of their handles
+
+
+def _hooks_of(parameter: torch.Tensor) -> tuple[_Hooks, _Hooks]:
+    """The hooks on a parameter's gradient, and those behind its accumulation."""
+    return parameter._backward_hooks or {}, getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+
+
+def _deferred(hooks: _Hooks) -> _Hooks:
+    return {number: hook.hook for number, hook in hooks.items() if isinstance(hook, _Deferred)}
+
+
+def refuse_hooks(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Refuse hooks on trained parameters, by name, before a backward after which DDP makes whole gradients.
+
+    Raises:
+        ModelInvalid: a parameter has one.
+    """
+    for name, parameter in parameters:
+        if parameter.requires_grad and any(_hooks_of(parameter)):
+            raise _hook_on_a_part(name, "no hooks on parameters of several groups, whose gradients DDP averages later")
+
+
+def _hook_on_a_part(name: str, expected: str) -> ModelInvalid:
+    return ModelInvalid(f"a hook on {name} that would see this rank's part of its gradient", expected=expected)
+
+
 class GradientAverage:
     """Averages what each backward gives the watched parameters, from its first gradient to `finish()`.
 
@@ -50,15 +89,21 @@ class GradientAverage:
         self._in_flight: list[_Bucket] = []
         self._averaged: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def watch(self, parameters: Iterable[torch.Tensor]) -> None:
-        """From now on average the gradients of these parameters; those watched already are passed over."""
-        for parameter in parameters:
-            if parameter.requires_grad and parameter not in self._hooks:
+    def watch(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """From now on average the gradients of these parameters, which have names, and run the hooks that they have by
+        now on the whole ones; the gradients of those watched already are averaged once."""
+        for name, parameter in parameters:
+            if not parameter.requires_grad:
+                continue
+            for hooks, number, hook in self._undeferred(parameter):
+                hooks[number] = _Deferred(hook)
+            if parameter not in self._hooks:
                 self._hooks[parameter] = [
-                    parameter.register_hook(self._setting_apart(parameter)),
+                    parameter.register_hook(self._setting_apart(name, parameter)),
                     parameter.register_post_accumulate_grad_hook(self._take),
                 ]
 
+    @torch.no_grad()
     def finish(self) -> None:
         """Give every parameter its whole gradient: called when a backward has passed all of them."""
         for dtype in list(self._waiting):
@@ -76,20 +121,40 @@ class GradientAverage:
                 expected="loss.backward(), which leaves whole gradients in .grad",
             )
         for parameter, gradient in averaged:
+            on_gradient, on_accumulation = _hooks_of(parameter)
+            for hook in _deferred(on_gradient).values():
+                changed = hook(gradient)
+                gradient = gradient if changed is None else changed
             if parameter.grad is None:
                 parameter.grad = gradient
             else:
                 parameter.grad.add_(gradient)
+            for hook in _deferred(on_accumulation).values():
+                hook(parameter)
 
     def remove(self) -> None:
-        for hooks in self._hooks.values():
-            for hook in hooks:
-                hook.remove()
+        for parameter, own in self._hooks.items():
+            for handle in own:
+                handle.remove()
+            for hooks in _hooks_of(parameter):
+                hooks.update(_deferred(hooks))
         self._hooks.clear()
 
-    def _setting_apart(self, parameter: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    def _undeferred(self, parameter: torch.Tensor) -> list[tuple[_Hooks, int, Callable[..., Any]]]:
+        """The user's hooks that autograd would call with a part of the gradient."""
+        own = {handle.id for handle in self._hooks.get(parameter, ())}
+        return [
+            (hooks, number, hook)
+            for hooks in _hooks_of(parameter)
+            for number, hook in hooks.items()
+            if number not in own and not isinstance(hook, _Deferred)
+        ]
+
+    def _setting_apart(self, name: str, parameter: torch.Tensor) -> Callable[[torch.Tensor], None]:
         def set_apart(_: torch.Tensor) -> None:
             self._begin()
+            if self._undeferred(parameter):
+                raise _hook_on_a_part(name, "hooks on parameters before the forward pass: they see the whole gradient")
             if parameter not in self._earlier:
                 self._earlier[parameter] = parameter.grad
                 parameter.grad = None

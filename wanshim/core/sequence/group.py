@@ -315,7 +315,7 @@ class SequenceGroup:
             )
         return self._peers
 
-    def _stopped(self, error: RuntimeError) -> RanksFailed:
+    def _stopped(self, error: RuntimeError) -> BaseException:
         """An exchange failed here: what stopped the group is known a moment later, from whoever failed first."""
         if isinstance(error, RanksFailed):
             return error

@@ -1,6 +1,6 @@
-"""Proof that the ranks were called with the same inputs, and that what comes back is finite, without a wait.
+"""Proof that the ranks have the same inputs and the same loss, and that what comes back is finite, without a wait.
 
-Both are computed on the device and copied to the host behind the work in progress; whoever reads them comes long after.
+All are computed on the device and copied to the host behind the work in progress; whoever reads them comes long after.
 Shapes and dtypes also travel through the store (`Watch.called`), for a difference in them stops the next exchange.
 """
 
@@ -11,10 +11,9 @@ from collections.abc import Mapping
 
 import torch
 
-from wanshim.core.ranks.watch import SAME_INPUTS
+from wanshim.core.ranks.watch import disagreement
 from wanshim.core.shared.digest import digest_on_device
 from wanshim.core.shared.host_memory import pinned
-from wanshim.errors import RankDisagreement
 
 from .group import SequenceGroup
 
@@ -81,11 +80,34 @@ class InputCheck:
             lines
         )
         self._group.watch.fail("different", found)
-        raise RankDisagreement(
-            found,
-            expected="the same inputs on every rank of the group",
-            hint=SAME_INPUTS,
-        )
+        raise disagreement("different", found)
+
+
+_LOSS_WITHIN = 1e-4  # relative: kernels may round differently on each rank
+
+
+class LossCheck:
+    """The loss of one backward on all ranks."""
+
+    def __init__(self, group: SequenceGroup, loss: torch.Tensor) -> None:
+        self._group = group
+        self._within = max(_LOSS_WITHIN, 2 * torch.finfo(loss.dtype).eps)
+        mine = loss.sum(dtype=torch.float64).view(1)
+        self._copy = HostCopy(group.gather(mine, (1,) * group.size))
+
+    def verify(self) -> None:
+        """Raise if the losses differ.
+
+        Raises:
+            RankDisagreement: on every rank of the group, the same table.
+        """
+        losses = self._copy.read(self._group)
+        if torch.allclose(losses, losses[:1], rtol=self._within, atol=0.0, equal_nan=True):
+            return
+        lines = [f"  rank {rank}: {loss:.9g}" for rank, loss in zip(self._group.ranks, losses.tolist(), strict=True)]
+        found = "\n".join(["The ranks computed different losses:", *lines])
+        self._group.watch.fail("loss", found)
+        raise disagreement("loss", found)
 
 
 class FiniteCheck:

@@ -15,7 +15,7 @@ from .attendance import Attendance
 from .exchange import Shard, Share, shard
 from .gradients import GradientAverage
 from .group import SequenceGroup
-from .inputs import FiniteCheck, InputCheck
+from .inputs import FiniteCheck, InputCheck, LossCheck
 from .plan import SequencePlan
 
 
@@ -50,9 +50,10 @@ class ShardedModel:
         self._plans: dict[int, SequencePlan] = {}
         self._calls = 0
         self._arriving: list[InputCheck] = []
-        self._checks: list[InputCheck | FiniteCheck] = []
+        self._checks: list[InputCheck | FiniteCheck | LossCheck] = []
         self._brought: dict[tuple[int, int | None], tuple[torch.Tensor, int, torch.Tensor]] = {}
         self._in_backward = False
+        self.loss: torch.Tensor | None = None  # of the backward that comes next, to be compared over the ranks
 
     def plan_for(self, tokens: int) -> SequencePlan:
         if tokens not in self._plans:
@@ -99,7 +100,7 @@ class ShardedModel:
         described += "" if torch.is_grad_enabled() else ", without gradients"
         self.group.watch.called(self._calls, described)
         if self.gradients is not None:  # also without gradients: a reentrant checkpoint runs its first forward so
-            self.gradients.watch(p for module in self.trained for p in module.parameters())
+            self.gradients.watch(named for module in self.trained for named in module.named_parameters())
         self._arriving.append(InputCheck(self.group, self._calls, inputs, described))
         if not next(iter(inputs.values())).is_cuda:  # nothing runs ahead, and gloo ends a process on a wrong size
             self.arrive()
@@ -140,6 +141,10 @@ class ShardedModel:
         if not self._in_backward:
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            loss, self.loss = self.loss, None
+            if loss is not None:
+                self.group.watch.at("comparison of the loss")
+                self._checks.append(LossCheck(self.group, loss))
 
     def verify(self) -> None:
         checks, self._checks = self._checks, []
@@ -164,10 +169,10 @@ class ShardedModel:
         self.group.close()
 
     def _end_backward(self) -> None:
-        self._in_backward = False
         self.verify()
         if self.gradients is not None:
             self.gradients.finish()
+        self._in_backward = False
         self.group.watch.at("outside the blocks")
 
     def _once(self, x: torch.Tensor, dim: int | None, make: Any) -> torch.Tensor:

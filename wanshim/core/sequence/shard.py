@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from .hooks import attach
 from .leader import Leader
 from .plan import SequencePlan, plan_sequence
 from .run import ShardedModel
-from .weights import match_weights
+from .weights import compare_trained, match_weights
 
 ATTRIBUTE = "_wanshim_sequence"
 DEADLINE_SECONDS = 300.0
@@ -56,7 +56,32 @@ class SequenceHandle:
             RankDisagreement: other names, shapes or dtypes are trained on another rank.
         """
         match_weights(self._run.group, {n: p for n, p in module.named_parameters() if p.requires_grad})
-        self._run.trained.append(module)
+        self._run.trained.insert(0, module)  # it may hold the model: its names are the longest
+
+    def compare_trained(self, numbers: Mapping[str, str]) -> None:
+        """Compare what is trained, by digest, and numbers of its optimizer over the ranks. Every rank calls it.
+
+        Raises:
+            RankDisagreement: they have drifted apart: one table on all ranks.
+        """
+        self.attendance.join("a comparison of what is trained")
+        trained: dict[str, torch.Tensor] = {}
+        seen = set[torch.Tensor]()
+        for module in self._run.trained:
+            for name, parameter in module.named_parameters():
+                if parameter.requires_grad and parameter not in seen:
+                    seen.add(parameter)
+                    trained[f"{name} ({len(trained)})" if name in trained else name] = parameter
+        compare_trained(self._run.group, trained, numbers)
+
+    def compare_loss(self, loss: torch.Tensor) -> None:
+        """Compare a loss over the ranks while the backward that follows runs; the host waits for nothing.
+
+        Args:
+            loss: on the device of the model. That backward raises `RankDisagreement` on every rank, with one table, if
+                the ranks' losses differ by more than rounding.
+        """
+        self._run.loss = loss.detach()
 
     def fail(self, error: BaseException) -> None:
         """Report an error of this rank that the model does not see; the other ranks stop with its name at once."""
@@ -89,9 +114,10 @@ def shard_sequence(
     loss. Without gradients one rank may call a model that is trained alone, as for a validation: it then computes the
     whole, and the others wait for it in their next call. When `backward()` returns, every rank has the whole gradient
     of everything trained; gradients accumulate as always. The loss is computed from the output, the weights or both,
-    not from what a block computes inside: a rank has its own tokens of that. Adapters such as LoRA are injected before.
-    Trained parameters get the first rank's values here; frozen ones are compared by digest and stay as they are. Copies
-    of the model by `copy.deepcopy`, pickle or `torch.save` are not sharded.
+    not from what a block computes inside: a rank has its own tokens of that, and `compare_loss(loss)` of the handle,
+    called before `backward()`, finds it. Adapters such as LoRA are injected before. Trained parameters get the first
+    rank's values here; frozen ones are compared by digest and stay as they are. Copies of the model by `copy.deepcopy`,
+    pickle or `torch.save` are not sharded.
 
     Args:
         model: with `blocks` as Wan's transformer calls them, or as the argument `blocks` says.

@@ -1,14 +1,15 @@
-"""The same weights on every rank: what is trained comes from the first rank, what is frozen is compared."""
+"""The same weights on every rank: at the start what is trained comes from the first rank, and what is frozen is
+compared; later what is trained is compared."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
+from wanshim.core.ranks.watch import disagreement
 from wanshim.core.shared.digest import digest_weights
 from wanshim.core.shared.weight_bytes import stored
 from wanshim.errors import RankDisagreement
@@ -55,7 +56,7 @@ def match_weights(group: SequenceGroup, tensors: Mapping[str, torch.Tensor]) -> 
         group.gather_text("weights", "")  # the process that hosts the store stays until all have read
         raise RankDisagreement(
             f"The ranks hold different weights, {len(refused)} of {len(names)} tensors:\n"
-            + _table(group.ranks, ranks, refused),
+            + _table(group.ranks, [{n: _shown(entries.get(n)) for n in refused} for entries in ranks], refused),
             expected="the same frozen weights, and trained ones of the same names and shapes, on every rank",
             hint="Load the same checkpoint and inject the same adapters on every rank",
         )
@@ -68,20 +69,39 @@ def match_weights(group: SequenceGroup, tensors: Mapping[str, torch.Tensor]) -> 
             group.disconnect()  # the model may move before it is called
 
 
+def compare_trained(group: SequenceGroup, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, str]) -> None:
+    """Refuse what is trained, or numbers of its optimizer, that have drifted apart. Every rank calls it.
+
+    Raises:
+        RankDisagreement: one table on all ranks.
+    """
+    digests = (f"digest {number % 2**64:016x}" for number in digest_weights(tensors.values()))
+    text = json.dumps({**numbers, **dict(zip(tensors, digests, strict=True))})
+    if len(set(group.gather_text("digest of what is trained", hashlib.sha256(text.encode()).hexdigest()))) == 1:
+        return
+    ranks: list[dict[str, str]] = [json.loads(each) for each in group.gather_text("digests of what is trained", text)]
+    names = dict.fromkeys(name for entries in ranks for name in entries)
+    different = [name for name in names if len({entries.get(name) for entries in ranks}) > 1]
+    found = f"The ranks have drifted apart, in {len(different)} of {len(names)} trained tensors and numbers:\n"
+    found += _table(group.ranks, [{n: entries.get(n, "none") for n in different} for entries in ranks], different)
+    group.watch.fail("trained", found)
+    raise disagreement("trained", found)
+
+
 def _can_be_sent(entries: Sequence[_Entry | None]) -> bool:
     """The tensor is trained on every rank and the same but for its values."""
     return len({entry and entry[:2] for entry in entries}) == 1 and all(entry and entry[1] for entry in entries)
 
 
-def _table(ranks: Sequence[int], entries: Sequence[Mapping[str, _Entry]], names: Sequence[str]) -> str:
+def _table(ranks: Sequence[int], entries: Sequence[Mapping[str, str]], names: Sequence[str]) -> str:
     lines = []
     for name in names[:_SHOWN]:
         lines.append(f"  {name}")
-        lines += [f"    rank {rank}: {_shown(held.get(name))}" for rank, held in zip(ranks, entries, strict=True)]
+        lines += [f"    rank {rank}: {held[name]}" for rank, held in zip(ranks, entries, strict=True)]
     return "\n".join([*lines, *(["  ..."] if len(names) > _SHOWN else [])])
 
 
-def _shown(entry: Any) -> str:
+def _shown(entry: _Entry | None) -> str:
     if entry is None:
         return "none"
     what, trained, digest = entry
