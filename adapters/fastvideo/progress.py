@@ -163,7 +163,8 @@ def _validate(job: RecordedRun, every: int, original: Callable[..., Any]) -> Cal
     signature, pausing = inspect.signature(original), job.pausing("validation", original)
 
     def on_validation_begin(*args: object, **kwargs: object) -> Any:
-        iteration = signature.bind(*args, **kwargs).arguments.get("iteration", 0)
+        given = signature.bind(*args, **kwargs).arguments
+        iteration = given.get("iteration", kwargs.get("iteration", args[-1] if args else 0))
         return (original if iteration % every else pausing)(*args, **kwargs)
 
     return on_validation_begin

@@ -122,7 +122,7 @@ def block_seam(target: str, *, upstream: str, remove_when: str, required: bool =
 
 
 def _options(read: Settings) -> Options:
-    """What is asked for; of a feature that is selected by name alone, all of it."""
+    """Options that are asked for; of a feature that is selected by name alone, all of them."""
     from wanshim.core.fast_blocks import Options
 
     strict = frozenset(field for field in ("compile", "compute") if read.is_on(field) and read.insists_on(field))

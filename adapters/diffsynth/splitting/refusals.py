@@ -88,15 +88,14 @@ def _refusal_of(dit: torch.nn.Module, family: Family) -> str | None:
 
 def pipeline_refusal(handle: SplitHandle, call: TrainingCall, read: Settings) -> str | None:
     """Why accumulated micro-batches of this training job cannot overlap, or None."""
-    from accelerate import Accelerator
-
     if not read.pipeline:
         return f"{read.sources['pipeline']} is off"
     family = family_of(call.dit)
     assert family is not None  # or its job has no plan to refuse
     if family.pipeline_refusal is not None:
         return family.pipeline_refusal
-    if getattr(call.accelerator.backward, "__func__", None) is not Accelerator.backward:
+    backward = getattr(call.accelerator.backward, "__func__", call.accelerator.backward)
+    if not getattr(backward, "__globals__", {}).get("__name__", "").startswith("accelerate."):
         return "its accelerator has a backward of the program's own, which would run before the gradients are complete"
     outside = family.outside_the_blocks(call.pipe)
     if outside is not None:

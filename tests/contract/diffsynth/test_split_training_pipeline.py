@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -61,16 +62,32 @@ def test_plan_says_plainly_when_a_split_is_room_and_not_speed(
 class ClippingAccelerator(Accelerator):
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         super().backward(loss, **kwargs)
-        if self.sync_gradients:
-            torch.nn.utils.clip_grad_norm_([p for model in self._models for p in model.parameters()], 1e-3)
+        clip(self)
 
 
+@functools.wraps(Accelerator.backward)
+def clipping_backward(
+    self: Accelerator, loss: torch.Tensor, original: Any = Accelerator.backward, **kwargs: Any
+) -> None:
+    original(self, loss, **kwargs)
+    clip(self)
+
+
+def clip(accelerator: Accelerator) -> None:
+    if accelerator.sync_gradients:
+        torch.nn.utils.clip_grad_norm_([p for model in accelerator._models for p in model.parameters()], 1e-3)
+
+
+@pytest.mark.parametrize("by", ["a subclass", pytest.param("the class", marks=pytest.mark.slow)])
 def test_accelerator_with_a_backward_of_its_own_sees_whole_gradients(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a program clips gradients that leaves DiffSynth's loop as it is: one micro-batch at a time."""
     unclipped, _ = unsplit(2)
-    monkeypatch.setattr(training, "Accelerator", ClippingAccelerator)
+    if by == "a subclass":
+        monkeypatch.setattr(training, "Accelerator", ClippingAccelerator)
+    else:
+        monkeypatch.setattr(Accelerator, "backward", clipping_backward)
     expected, logs, _ = train(tmp_path / "alone", 2)
     monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
     wanshim.activate(f"none,{FEATURE}")

@@ -338,14 +338,28 @@ def test_weight_whose_sign_torch_keeps_apart_comes_as_its_values() -> None:
     assert all(map(torch.equal, outputs(model), expected))
 
 
-def test_weight_on_a_device_is_written_and_one_on_its_way_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = made()
-    go_on, _ = slowly(monkeypatch)
+def test_weight_that_did_not_come_by_itself_is_written_and_one_on_its_way_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A weight on a device does not come; here the first block's."""
+    model, put, go_on = made(), HostCopy._put, threading.Event()
+    first = list(model.blocks[0].parameters())
+
+    def late(copy: HostCopy, block: Any) -> None:
+        if not any(weight is own for weight in block for own in first):
+            go_on.wait(60)
+            put(copy, block)
+
+    monkeypatch.setattr(HostCopy, "_put", late)
     copy = HostCopy.of(model, shared=True)
     copy.wait(0)
+    offsets = [copy.offset(weight) for weight in first]
     for weight in model.blocks.parameters():
         copy.write(weight)
     assert not copy.has(1), "it has not been waited for"
+    for weight, offset in zip(first, offsets, strict=True):
+        assert offset is not None
+        assert torch.equal(copy.view(weight, offset), weight)
     go_on.set()
     copy.wait()
 

@@ -274,7 +274,7 @@ def _is_ours(hook: Any) -> bool:
 
 
 def _distance(expected: Any, result: Any) -> float:
-    """Of two results, by the norm of their difference as a share of the first's."""
+    """Distance of two results: the norm of their difference as a share of the first's."""
     pairs = zip(tree_leaves(expected), tree_leaves(result), strict=True)
     floats = [(a.double(), b.double()) for a, b in pairs if isinstance(a, torch.Tensor)]
     difference = sum((a - b).square().sum() for a, b in floats)

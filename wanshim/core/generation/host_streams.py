@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
@@ -49,14 +49,17 @@ def wait_for(model: nn.Module, copy: HostCopy) -> None:
     try:
         copy.wait()
     except BaseException:
-        _settle(model, copy)
+        settle(model, copy)
         raise
 
 
-def _settle(model: nn.Module, copy: HostCopy) -> None:
-    """Wait until the weights have come. A block that failed to stays where it was, and another copy takes its place."""
-    if not copy.settle():
+def settle(model: nn.Module, copy: HostCopy) -> bool:
+    """Wait until no weight is on its way; whether all have come. A block that failed to stays where it was, and another
+    copy takes its place."""
+    have_come = copy.settle()
+    if not have_come:
         _COPIES.pop(model, None)
+    return have_come
 
 
 class OwnStreams:
@@ -103,11 +106,14 @@ class OwnStreams:
                 self._bring(module, shared)
         return self._brought
 
-    def begin(self, forward: Forward, models: list[nn.Module], *, shared: bool) -> Callable[..., Any]:
+    def begin(
+        self, forward: Forward, models: list[nn.Module], *, shared: bool, coming: Sequence[HostCopy] = ()
+    ) -> Callable[..., Any]:
         """Stream the models of a forward.
 
         Args:
             shared: as of `bring`.
+            coming: copies for which the caller waits.
 
         Returns:
             The function that computes it.
@@ -117,6 +123,9 @@ class OwnStreams:
         """
         brought = self.bring(models, shared=shared)
         if not self._are_streamed:
+            for module, copy in brought if shared else ():
+                if copy is not None and copy not in coming:  # a failure must come here: workers compute in a forward
+                    wait_for(module, copy)
             self._are_streamed = True
             for module, copy in brought:
                 self._attach(module, copy)
@@ -158,7 +167,7 @@ class OwnStreams:
             copy = None
             if bytes_when_streamed(module) is not None:
                 copy = host_copy(module, shared=shared, moved=moved)
-                self._attached.add(partial(_settle, module, copy))
+                self._attached.add(partial(settle, module, copy))
             self._brought.append((module, copy))
 
     def _attach(self, module: nn.Module, copy: HostCopy | None) -> None:

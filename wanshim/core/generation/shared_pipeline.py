@@ -41,7 +41,7 @@ from .binding import Forward, NotShared, PipelineBinding
 from .decide import decide
 from .devices import check_around, check_copied, check_plain, choose_devices, device_of
 from .first_forward import compare
-from .host_streams import OwnStreams, host_copy, wait_for
+from .host_streams import OwnStreams, host_copy, settle, wait_for
 from .job import GenerationJob, Limits, Request
 from .own_code import is_installed
 from .plan import GenerationPlan, describe
@@ -245,7 +245,7 @@ class _Call:
         self._thread = threading.get_ident()
         self._plan: GenerationPlan | None = None
         self._held: dict[int, int] = {}  # by ids of models, how many workers have copies that are up to date
-        self._coming: list[tuple[nn.Module, HostCopy]] = []  # weights of models, on their way to memory for workers too
+        self._coming: list[tuple[nn.Module, HostCopy]] = []  # copies of models to which weights may be on their way
         # What is replaced: its owner, its name, the replacement, and what the owner itself had, by that name.
         self._placed: list[tuple[Any, str, Any, dict[str, Any]]] = []
         self._shared_verbs: set[str] = set()  # of the VAE
@@ -379,7 +379,12 @@ class _Call:
             self._streams.end()
             return own
         try:
-            compute = self._streams.begin(forward, forward.used(args, kwargs), shared=self._plan.streamed)
+            compute = self._streams.begin(
+                forward,
+                forward.used(args, kwargs),
+                shared=self._plan.streamed,
+                coming=[copy for _, copy in self._coming],
+            )
         except Exception as error:  # the script's own offload is as it was
             self._streams.end()
             logger.warning("wanshim: %s keeps the script's offload: %s", self._binding.name, cause_of(error))
@@ -558,15 +563,15 @@ class _Call:
         assert self._plan is not None
         workers = self._shared.workers_on(self._plan)
         self.is_busy = True  # an interrupt may come while copies are compared
-        self._hold(forward.used(args, kwargs), workers)
-        self._here(forward, forward.function, args, kwargs)  # for the comparison
-        with self._without_replacements():
-            # blocks whose tokens go over GPUs are not compiled
-            whole = forward.is_compiled or (self._shared.request.fast_forwards and self._plan.sequence == 1)
-            halves = map(self._half, range(self._plan.guidance) if self._plan.sequence > 1 else ())
-            together = {each.ranks: partial(self._over_tokens, forward, each) for each in halves}
-            compare(workers, self._plan.gpus - 1, forward, args, kwargs, whole=whole, together=together)
-        self._wait_for_weights(workers)
+        with self._weights_come(workers):
+            self._hold(forward.used(args, kwargs), workers)
+            self._here(forward, forward.function, args, kwargs)  # for the comparison
+            with self._without_replacements():
+                # blocks whose tokens go over GPUs are not compiled
+                whole = forward.is_compiled or (self._shared.request.fast_forwards and self._plan.sequence == 1)
+                halves = map(self._half, range(self._plan.guidance) if self._plan.sequence > 1 else ())
+                together = {each.ranks: partial(self._over_tokens, forward, each) for each in halves}
+                compare(workers, self._plan.gpus - 1, forward, args, kwargs, whole=whole, together=together)
         return self._calls(forward, half, *forward.as_sent(args, kwargs))
 
     def _over_tokens(self, forward: Forward, half: tokens.Half, args: Any, kwargs: Any, late: float) -> Any:
@@ -600,12 +605,11 @@ class _Call:
                 with self._bare():
                     self._check_again(name, module)
                     host = host_copy(module, shared=True) if self._plan.streamed else None
-                    if host is None:
-                        for copy in brought:
-                            wait_for(module, copy)
-                    else:
-                        self._coming.append((module, host))
+                    self._coming += [(module, copy) for copy in (brought if host is None else [host])]
+                    if host is not None:
                         workers.share(host, count)
+                    for copy in brought if host is None else ():
+                        wait_for(module, copy)
                     workers.hold(
                         module,
                         count=count,
@@ -616,15 +620,22 @@ class _Call:
                     )
                 self._held[id(module)] = count
 
-    def _wait_for_weights(self, workers: Workers) -> None:
-        """What fails must fail here: in the loop's forwards, workers compute at the same time."""
+    @contextlib.contextmanager
+    def _weights_come(self, workers: Workers) -> Iterator[None]:
+        """While it is open, weights may be on their way to copies; at its end they are there. A failure must come here:
+        in the loop's forwards, workers compute at the same time."""
+        failed = True
         try:
-            while self._coming:
-                wait_for(*self._coming.pop())
-        except BaseException:
-            self._streams.end()  # this process takes a copy of its own, if it still computes
-            workers.close()  # they have mapped the copy that failed
-            raise
+            yield
+            for module, copy in self._coming:
+                wait_for(module, copy)
+            failed = False
+        finally:
+            coming, self._coming = self._coming, []
+            have_come = [settle(module, copy) for module, copy in coming] if failed else []
+            if not all(have_come):
+                self._streams.end()  # this process takes a copy of its own, if it still computes
+                workers.close()  # they have mapped the copy that failed
 
     def _bring(self, models: list[nn.Module], *, shared: bool) -> list[HostCopy]:
         """Have the weights of models that the script offloads on the way to pages that are locked: from these they are

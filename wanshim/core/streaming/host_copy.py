@@ -81,7 +81,8 @@ class HostCopy:
     def of(cls, model: nn.Module, *, shared: bool, moved: Moved = lambda weights: None) -> HostCopy:
         """Move the weights of the model's blocks there. Those on a device stay on it, and are written by `write`.
 
-        They come in the background, block by block: `wait` for them before anything but a `Ring` looks at the model.
+        They come in the background, block by block, each weight into its place with the same values. A `Ring` waits for
+        the block that it needs; `wait` for all before the model computes otherwise.
 
         Args:
             shared: other processes can map it, by its descriptors.
@@ -166,7 +167,7 @@ class HostCopy:
         """Wait until the block of that index has come; None: all.
 
         Raises:
-            HostMemoryInvalid: it could not, for want of memory.
+            Exception: the reason for which it did not; in another process HostMemoryInvalid.
         """
         for move in self._moves if at is None else self._moves[at : at + 1]:
             move.result()

@@ -115,7 +115,7 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where tensors lie in memory that the processes share.
+    """Places of tensors in memory that the processes share.
 
     Args:
         number: of that memory.
