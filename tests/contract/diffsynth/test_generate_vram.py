@@ -3,6 +3,7 @@ two."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import wanshim
 from tests.contract import scripts
 from tests.contract.diffsynth import vram_management, wan_pipelines
+from wanshim.core.streaming import HostCopy
 from wanshim.errors import ModelInvalid
 
 SCRIPT = "tests.contract.diffsynth.vram_management"
@@ -49,6 +51,23 @@ def test_frames_are_those_of_the_script_and_its_management_goes_on(
     assert {weight.device.type for name, weight in pipe.dit.named_parameters() if "q.weight" in name} == places
     handle.remove()
     assert torch.equal(wan_pipelines.generate(pipe, kind), expected)
+
+
+def test_models_of_one_forward_come_to_host_memory_once_a_step(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy of each, from which it goes to workers, too. The program's own bar runs between steps, so none stays."""
+    expected = wan_pipelines.generate(wan_pipelines.MADE["vace"](), "vace")
+    pipe = vram_management.manage(wan_pipelines.MADE["vace"](), "files", tmp_path)
+    handle = wanshim.parallelize_pipeline(pipe, gpus=2)
+    request.addfinalizer(handle.remove)
+    copied, of = list[str](), HostCopy.of.__func__  # type: ignore[attr-defined]
+    noted = classmethod(lambda cls, model, **how: (copied.append(type(model).__name__), of(cls, model, **how))[1])
+    monkeypatch.setattr(HostCopy, "of", noted)
+    assert torch.equal(wan_pipelines.generate(pipe, "vace"), expected)
+    assert handle.plan.gpus == 2
+    steps = 3
+    assert Counter(copied) == {"VaceWanModel": steps, "WanModel": steps}
 
 
 @pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=pytest.mark.slow)])

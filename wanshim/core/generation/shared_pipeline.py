@@ -591,34 +591,40 @@ class _Call:
         given = forward.function, forward.blocks, args, kwargs, late
         return [workers.call(rank - 1, tokens.compute, half, workers.file, rank, *given) for rank in half.ranks if rank]
 
-    def _hold(self, models: Sequence[nn.Module], workers: Workers) -> None:
+    def _hold(self, models: list[nn.Module], workers: Workers) -> None:
+        """Have workers hold the models of a forward as they are now."""
         assert self._plan is not None
         count = self._plan.gpus - 1
-        for name, module in self._binding.modules.items():
-            if any(module is each for each in models) and not self._is_held(module, workers, count):
-                self._streams.end()  # what is copied is the model as its classes made it
-                workers.start()  # before pages are fetched and locked: CUDA's other calls wait for that
-                brought = self._bring([module], shared=self._plan.streamed) if self._plan.replaces_offload else []
-                if self._binding.offload is not None and not brought:
-                    self._binding.offload.before(module)
-                self._shared.copied.add(module)
-                with self._bare():
-                    self._check_again(name, module)
-                    host = host_copy(module, shared=True) if self._plan.streamed else None
-                    self._coming += [(module, copy) for copy in (brought if host is None else [host])]
-                    if host is not None:
-                        workers.share(host, count)
-                    for copy in brought if host is None else ():
-                        wait_for(module, copy)
-                    workers.hold(
-                        module,
-                        count=count,
-                        renew=True,
-                        set_up=self._binding.set_up,
-                        moved=self._binding.device is not None,
-                        host=host,
-                    )
-                self._held[id(module)] = count
+        used = {name: each for name, each in self._binding.modules.items() if any(each is model for model in models)}
+        missing = {name: module for name, module in used.items() if not self._is_held(module, workers, count)}
+        if not missing:
+            return
+        self._streams.end()  # what is copied is the model as its classes made it
+        workers.start()  # before pages are fetched and locked: CUDA's other calls wait for that
+        brought = self._bring(models, shared=self._plan.streamed) if self._plan.replaces_offload else {}
+        for name, module in missing.items():
+            if self._binding.offload is not None and module not in brought:
+                self._binding.offload.before(module)
+            self._shared.copied.add(module)
+            with self._bare():
+                self._check_again(name, module)
+                host = host_copy(module, shared=True) if self._plan.streamed else None
+                copy = host or brought.get(module)
+                if copy is not None:
+                    self._coming.append((module, copy))
+                if host is not None:
+                    workers.share(host, count)
+                elif copy is not None:
+                    wait_for(module, copy)
+                workers.hold(
+                    module,
+                    count=count,
+                    renew=True,
+                    set_up=self._binding.set_up,
+                    moved=self._binding.device is not None,
+                    host=host,
+                )
+            self._held[id(module)] = count
 
     @contextlib.contextmanager
     def _weights_come(self, workers: Workers) -> Iterator[None]:
@@ -637,16 +643,17 @@ class _Call:
                 self._streams.end()  # this process takes a copy of its own, if it still computes
                 workers.close()  # they have mapped the copy that failed
 
-    def _bring(self, models: list[nn.Module], *, shared: bool) -> list[HostCopy]:
+    def _bring(self, models: list[nn.Module], *, shared: bool) -> dict[nn.Module, HostCopy]:
         """Have the weights of models that the script offloads on the way to pages that are locked: from these they are
         sent, too, at several times the rate. What fails here is said where they are streamed."""
         with contextlib.suppress(Exception):
-            copies = [copy for _, copy in self._streams.bring(models, shared=shared) if copy is not None]
-            for copy in copies:
+            brought = self._streams.bring(models, shared=shared)
+            copies = {module: copy for module, copy in brought if copy is not None}
+            for copy in copies.values():
                 copy.lock(self._devices[0])
             return copies
         self._streams.end()
-        return []
+        return {}
 
     def _is_held(self, module: nn.Module, workers: Workers, count: int) -> bool:
         """Whether the first `count` workers hold the module as it is now. An encode may have used fewer than the plan
