@@ -591,6 +591,7 @@ def test_another_process_that_trains_the_run_is_named_and_one_that_was_killed_is
     status = Path(f"/proc/{other.pid}/status")
     while not other.has_ended() and "(stopped)" not in status.read_text():
         time.sleep(0.02)
+    states = len(list((tmp_path / "training_state" / "run-1").glob("step-*")))  # a busy host may have none yet
     wanshim.activate(f"none,{NAME}")
     try:
         train(tmp_path, attempt=1, workers=2)
@@ -598,7 +599,8 @@ def test_another_process_that_trains_the_run_is_named_and_one_that_was_killed_is
         other.send(signal.SIGKILL)
     named = [line for line in caplog.messages if line.startswith(f"wanshim: process {other.pid} on ")]
     assert [line.endswith(f" trains this run too: {tmp_path}/training_state/run-1") for line in named] == [True] * alive
-    assert 11 <= len(seen(tmp_path, 0, 1)) < 14  # it goes on from the last state that was on the disk
+    trained = len(seen(tmp_path, 0, 1))
+    assert 11 <= trained < 14 if states else trained == 14  # it goes on from the last state that was on the disk
 
 
 def test_another_mixed_precision_stops_the_start(tmp_path: Path) -> None:
