@@ -55,7 +55,7 @@ def apply(run: Run, row: Row) -> None:
     undo.add(handle.remove)
     handle.match_trained(call.model)
     count_groups(accelerator, plan.ranks, group, lambda: handle.attendance.meet(SAVE_SECONDS), undo)
-    averaged_later = call.model if groups > 1 else torch.nn.Module()
+    averaged_later = list(call.model.named_parameters()) if groups > 1 else []
     undo.replace(accelerator, "backward", partial(_compared, handle, averaged_later, device))
     trained = Trained(handle, call.model)
     undo.add(register_optimizer_step_pre_hook(trained.before_step).remove)
@@ -86,12 +86,19 @@ def _group(ranks: int, accelerator: Any) -> Any:
 
 
 def _compared(
-    handle: SequenceHandle, averaged_later: torch.nn.Module, device: torch.device, original: Callable[..., Any]
+    handle: SequenceHandle,
+    averaged_later: list[tuple[str, torch.nn.Parameter]],
+    device: torch.device,
+    original: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """The backward of a loss that all ranks of the group have computed alike."""
+    """The backward of a loss that all ranks of the group have computed alike.
+
+    Args:
+        averaged_later: parameters, by name, whose gradients are not whole when it ends.
+    """
 
     def backward(loss: torch.Tensor, **kwargs: object) -> Any:
-        refuse_hooks(averaged_later.named_parameters())
+        refuse_hooks(averaged_later)
         handle.compare_loss(loss.to(device))
         return original(loss, **kwargs)
 
