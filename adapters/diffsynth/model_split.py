@@ -16,7 +16,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from wanshim.adapters.diffsynth.training_road import FAMILIES, MODEL_SPLIT, loop_seam
+from wanshim.adapters.diffsynth.training_road import FAMILIES, LAUNCHER, MODEL_SPLIT, loop_seam
 from wanshim.patching import Feature, Kind, Seam, SeamState
 from wanshim.settings import ENGINES, Settings, visible_gpus
 
@@ -133,7 +133,7 @@ FEATURE = Feature(
             )
         ),
         loop_seam(
-            "diffsynth.diffusion.runner:launch_training_task",
+            LAUNCHER,
             partial(_in, "own_loop", "with_plan"),
             why="moves the whole model to one device before training",
             **_LEDGER,

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wanshim.adapters.diffsynth.training_road import TrainingCall, loop_seam, share_output_folder
+from wanshim.adapters.diffsynth.training_road import LAUNCHER, TrainingCall, loop_seam, share_output_folder
 from wanshim.patching import Feature, SeamState
 from wanshim.undo import Undo
 
@@ -209,7 +209,7 @@ FEATURE = Feature(
     switched_on_by="progress_dir",
     seams=(
         _seam(
-            "diffsynth.diffusion.runner:launch_training_task",
+            LAUNCHER,
             _record_run,
             why="the run begins and ends here, and its bar is per epoch",
         ),

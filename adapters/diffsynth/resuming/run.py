@@ -284,8 +284,11 @@ class ResumableRun:
         )
 
     def _restore_weights(self, state: RunState) -> None:
-        """Raises:
-        ResumeInvalid: the state has other weights than this run trains."""
+        """Give weights the values that they have in the state.
+
+        Raises:
+            ResumeInvalid: the state has other weights than this run trains.
+        """
         saved = {name for name in state.tensors if name.startswith("model.")}
         named = {f"model.{name}": weight for name, weight in self.call.model.named_parameters()}
         for name in sorted(self._weights().keys() - saved | saved - named.keys()):

@@ -78,12 +78,26 @@ def compare(
     found = (*sizes, *together)
     if forward.few is None or all(found in each for each in proven):
         return
+    _check(workers, count, forward, args, kwargs, whole, together)
+    for each in proven:
+        each.add(found)
+
+
+def _check(
+    workers: Workers,
+    count: int,
+    forward: Forward,
+    args: Any,
+    kwargs: Any,
+    whole: bool,
+    together: Mapping[tuple[int, ...], Callable[[Any, Any, float], Any]],
+) -> None:
+    """`compare`, whatever was compared before."""
+    assert forward.few is not None
     try:
         if not whole:
             args, kwargs = forward.few(args, kwargs)
     except Exception:  # no forward of so few tokens
-        for each in proven:
-            each.add(found)
         return
     calls = [workers.call(place, forward.function, *args, **kwargs) for place in range(count)]
     mine: list[torch.Tensor] | None = None
@@ -101,8 +115,6 @@ def compare(
         if mine is not None and not all(map(_equal, mine, theirs)):
             differs |= all(map(torch.equal, mine, tree_leaves(forward.function(*args, **kwargs))))
     if mine is None:
-        for each in proven:
-            each.add(found)
         return
     if differs:
         raise NotShared("a worker computes other values with its copy of the model than this process")
@@ -119,8 +131,6 @@ def compare(
             raise NotShared("a block reads tokens before they have arrived from other processes")
         if not all(map(_close, mine, first)):
             raise NotShared("tokens over processes have other values than in this one, by more than rounding")
-    for each in proven:
-        each.add(found)
 
 
 def _are_equal(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:

@@ -595,8 +595,11 @@ class _Call:
         """Have workers hold the models of a forward as they are now."""
         assert self._plan is not None
         count = self._plan.gpus - 1
-        used = {name: each for name, each in self._binding.modules.items() if any(each is model for model in models)}
-        missing = {name: module for name, module in used.items() if not self._is_held(module, workers, count)}
+        missing = {
+            name: module
+            for name, module in self._binding.modules.items()
+            if any(module is each for each in models) and not self._is_held(module, workers, count)
+        }
         if not missing:
             return
         self._streams.end()  # what is copied is the model as its classes made it

@@ -163,6 +163,11 @@ class HostCopy:
                 tensor.data = place  # what it had is free now: few blocks lie here twice
                 del self._elsewhere[tensor]
 
+    @property
+    def _comes_here(self) -> bool:
+        """Whether this process brings the weights, and not one that shares the files."""
+        return bool(self._moves) or self._states is None
+
     def wait(self, at: int | None = None) -> None:
         """Wait until the block of that index has come; None: all.
 
@@ -171,7 +176,7 @@ class HostCopy:
         """
         for move in self._moves if at is None else self._moves[at : at + 1]:
             move.result()
-        if self._moves or self._states is None:
+        if self._comes_here:
             return
         for each in range(len(self.bounds)) if at is None else (at,):  # they come in another process
             if not self._settle_anywhere(each):
@@ -185,16 +190,18 @@ class HostCopy:
 
     def _settle_anywhere(self, at: int) -> bool:
         """`settle`, in whatever process the weights come."""
-        if self._moves or self._states is None:
+        if self._comes_here:
             return self.settle(at)
+        assert self._states is not None
         while self._states[at] == _COMES:
             time.sleep(_POLL_SECONDS)
         return bool(self._states[at] == _IS_THERE)
 
     def has(self, at: int) -> bool:
         """Whether the block of that index has come."""
-        if self._moves or self._states is None:
+        if self._comes_here:
             return not self._moves or self._moves[at].done()
+        assert self._states is not None
         return bool(self._states[at] != _COMES)
 
     def view(self, like: torch.Tensor, offset: int) -> torch.Tensor:
