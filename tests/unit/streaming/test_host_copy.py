@@ -183,10 +183,9 @@ def test_what_ends_before_all_have_come_waits_for_them(shared: bool, monkeypatch
     assert all(map(torch.equal, outputs(model), expected))
 
 
-@either
-def test_a_block_that_could_not_come_is_said_where_it_is_needed(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, put = made(), HostCopy._put
-    expected, last = outputs(model), model.blocks[-1]
+def without_the_last_block(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the last block fail to come to a copy."""
+    put, last = HostCopy._put, model.blocks[-1]
 
     def fails(copy: HostCopy, block: Any) -> None:
         if any(weight is own for weight in block for own in last.parameters()):
@@ -194,6 +193,13 @@ def test_a_block_that_could_not_come_is_said_where_it_is_needed(shared: bool, mo
         put(copy, block)
 
     monkeypatch.setattr(HostCopy, "_put", fails)
+
+
+@either
+def test_a_block_that_could_not_come_is_said_where_it_is_needed(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made()
+    expected = outputs(model)
+    without_the_last_block(model, monkeypatch)
     copy = HostCopy.of(model, shared=shared)
     attached = compute_from(copy, model, CPU)
     with torch.no_grad(), pytest.raises(RuntimeError, match="not that one"):
@@ -310,15 +316,8 @@ def test_worker_computes_while_weights_are_on_their_way(monkeypatch: pytest.Monk
 
 
 def test_worker_does_not_compute_with_weights_that_failed_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, there, put = made(), made(), HostCopy._put
-    last = model.blocks[-1]
-
-    def fails(copy: HostCopy, block: Any) -> None:
-        if any(weight is own for weight in block for own in last.parameters()):
-            raise RuntimeError("not that one")
-        put(copy, block)
-
-    monkeypatch.setattr(HostCopy, "_put", fails)
+    model, there = made(), made()
+    without_the_last_block(model, monkeypatch)
     copy = HostCopy.of(model, shared=True)
     other = HostCopy.in_files(map(os.dup, copy.descriptors), copy.bounds)
     placed(there, other, copy, model.blocks.parameters())
