@@ -55,6 +55,13 @@ def test_a_layer_that_cannot_compute_here_is_let_through() -> None:
     check_tokens_apart(lists(Broken(8, 8), nn.Linear(8, 8, device="meta"), Quantized(8, 8, dim=-1, device="meta")))
 
 
+def test_a_compiled_block_whose_graph_has_no_exchange_is_refused() -> None:
+    listed = lists(nn.Linear(8, 8), nn.Linear(8, 8))
+    listed[0].blocks[1][0].compile()
+    with pytest.raises(ModelInvalid, match=r"Sequential 1 is compiled by torch\.compile"):
+        check_tokens_apart(listed)
+
+
 def test_a_part_that_a_block_lacks_is_named() -> None:
     with pytest.raises(ModelInvalid, match=r"Sequential 0 has no module self_attn"):
         heads_of(lists(nn.Linear(8, 8)))

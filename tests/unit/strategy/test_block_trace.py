@@ -97,6 +97,22 @@ def test_block_s_parameters_are_left_where_and_as_they_are() -> None:
     assert block.scale.grad is None
 
 
+def test_a_block_that_the_program_compiles_is_compiled_after_it_as_before() -> None:
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        compiled.append([tensor.device.type for tensor in inputs])
+        return graph.forward
+
+    compiled: list[list[str]] = []
+    torch._dynamo.reset()
+    block = Doubled()
+    block.compile(backend=backend)
+    assert trace_block(block, (torch.empty(N),)).kept == 4 * N
+    trace_forward(block, {"block": block}, (torch.empty(N),), {})
+    assert not compiled
+    block(torch.ones(N))
+    assert [set(devices) for devices in compiled] == [{"cpu"}]
+
+
 class Moved(nn.Module):
     """Keeps a tensor that is no buffer, and moves it to where its input is, as Qwen-Image's rotary embedding did."""
 

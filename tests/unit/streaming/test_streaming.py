@@ -44,6 +44,30 @@ def test_streamed_model_trains_as_the_resident_one_bit_for_bit(count: int, slots
     assert handle.ring.count.loads > count or slots == count
 
 
+def test_blocks_that_the_program_compiled_stay_one_graph() -> None:
+    def compiled() -> tuple[Model, list[object]]:
+        model, graphs = Model(), []
+
+        def backend(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
+            graphs.append(graph)
+            return graph.forward
+
+        for block in model.blocks:
+            block.compile(backend=backend, fullgraph=True)
+        return model, graphs
+
+    torch._dynamo.reset()
+    alone, expected = compiled()
+    losses = train(alone)
+    torch._dynamo.reset()
+    model, graphs = compiled()
+    handle = stream_model(model, "cpu", count=BLOCKS)
+    assert all(map(torch.equal, losses, train(model)))
+    assert len(graphs) == len(expected) > 0
+    handle.remove()
+    assert all(map(torch.equal, train(alone), train(model)))
+
+
 def test_weights_come_ahead_of_use_and_no_more_often_than_planned() -> None:
     model = Model()
     handle = stream_model(model, "cpu", count=4)

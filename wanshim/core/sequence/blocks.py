@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import nn
 
-from wanshim.core.shared.plain import drops
+from wanshim.core.shared.plain import drops, is_compiled
 from wanshim.errors import ModelInvalid
 
 
@@ -161,11 +161,18 @@ def check_no_dropout(lists: Sequence[BlockList]) -> None:
 
 def check_tokens_apart(lists: Sequence[BlockList]) -> None:
     """Refuse blocks in which a token's values depend on the others beside attention: by dropout, or by a layer that
-    quantizes all tokens with one scale. Such layers compute a few tokens here, which is not for every forward."""
+    quantizes all tokens with one scale. Such layers compute a few tokens here, which is not for every forward. And
+    refuse compiled ones, whose graphs have no exchange in them."""
     check_no_dropout(lists)
     known = set()
     for listed in lists:
         for index, block in enumerate(listed.blocks):
+            if is_compiled(block):
+                raise ModelInvalid(
+                    f"{type(block).__name__} {index} is compiled by torch.compile",
+                    expected="blocks that are not, because ranks exchange tokens inside them",
+                    hint="Leave out the program's own torch.compile",
+                )
             for path, module in block.named_modules():
                 is_plain = type(module) is nn.Linear and type(module.weight) in (torch.Tensor, nn.Parameter)
                 if not isinstance(module, nn.Linear) or is_plain:

@@ -23,6 +23,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from wanshim.core.shared.graphs import without_compiler
+
 
 @dataclass(frozen=True)
 class Working:
@@ -63,7 +65,7 @@ def trace_block(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     activation.requires_grad_(True)
     counter = _Counter([*state.values(), *(t for t in tree_leaves(placed) if isinstance(t, torch.Tensor))])
     shapes = _FlashShapes()
-    with shapes, counter, torch.enable_grad():
+    with without_compiler(), shapes, counter, torch.enable_grad():
         kept = torch.func.functional_call(both, state, (counter, *placed[0]), placed[1])
     return Working(kept, counter.peak, counter.peak_at, shapes.outputs, shapes.sums)
 
@@ -90,7 +92,7 @@ def trace_forward(
     }
     function, args, kwargs = copy.deepcopy((function, args, dict(kwargs)), dict(shapes))
     counter = _Counter(shapes.values())
-    with _FlashShapes(), counter, torch.no_grad():
+    with without_compiler(), _FlashShapes(), counter, torch.no_grad():
         function(*args, **kwargs)
     return counter.peak
 

@@ -7,8 +7,9 @@ all ranks, and a checkpoint's recomputation is what turns the direction round.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,7 +62,13 @@ class Ring:
             def before(module: nn.Module, args: Any, index: int = index) -> None:
                 self.acquire(index)
 
-            undo.add(blocks[layout.number].register_forward_pre_hook(before, prepend=True).remove)
+            block = blocks[layout.number]
+            if block._compiled_call_impl is None:
+                undo.add(block.register_forward_pre_hook(before, prepend=True).remove)
+            else:  # the program's graph has the hooks of its block in it
+                undo.set(
+                    block, {"_compiled_call_impl": _after(partial(self.acquire, index), block._compiled_call_impl)}
+                )
 
     def acquire(self, index: int) -> None:
         """Before a block computes: its weights lie on the device for whatever is issued next, and those of the
@@ -161,6 +168,14 @@ class Ring:
                 hint="Checkpoint blocks singly",
             )
         self._task, self._lowest = task, index if task != -1 else len(self.blocks)
+
+
+def _after(first: Callable[[], None], call: Callable[..., Any]) -> Callable[..., Any]:
+    def both(*args: Any, **kwargs: Any) -> Any:
+        first()
+        return call(*args, **kwargs)
+
+    return both
 
 
 def _saved_tensors_are_hooked() -> bool:
