@@ -68,6 +68,20 @@ def test_blocks_that_the_program_compiled_stay_one_graph() -> None:
     assert all(map(torch.equal, train(alone), train(model)))
 
 
+def test_a_merge_on_the_host_lasts() -> None:
+    def merged(model: Model, move: Callable[[], object]) -> list[torch.Tensor]:
+        losses = train(model)
+        move()
+        for block in model.blocks:
+            block.base.weight.data += block.down.weight.new_full((12, 12), 0.25)
+        return losses + train(model)
+
+    expected, model = Model(), Model()
+    stream_model(model, "cpu", count=4)
+    assert all(map(torch.equal, merged(expected, lambda: None), merged(model, lambda: model.to("cpu"))))
+    assert all(map(torch.equal, expected.state_dict().values(), model.state_dict().values()))
+
+
 def test_weights_come_ahead_of_use_and_no_more_often_than_planned() -> None:
     model = Model()
     handle = stream_model(model, "cpu", count=4)

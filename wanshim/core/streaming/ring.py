@@ -88,9 +88,11 @@ class Ring:
         self._prefetch(self._next(index, backward), index)
 
     def release(self) -> None:
-        """Every block's tensors lie on the host again; what the slots hold stays good."""
+        """Every block's tensors lie on the host again, where the program may write to them: slots are filled anew."""
         for block in self.blocks:
             block.wait()
+        for slot in self.slots:
+            slot.index = None
 
     def _next(self, index: int, backward: bool) -> int:
         if backward:

@@ -96,7 +96,7 @@ def stream_model(
     trains. `state_dict()` is whole at any time. No `.to` moves the waiting weights afterwards.
 
     Copies of the model by `copy.deepcopy`, pickle or `torch.save` are not streamed; their weights lie on the devices
-    they came from.
+    they came from. To write to weights that wait, as a merge of the adapters does, move the model to the CPU first.
 
     Args:
         model: wholly on the host, or on the device if it fits there. Its blocks are called in order.
@@ -266,6 +266,13 @@ def _apply_to_the_rest(
         self._buffers = {name: self._buffers.get(name, t) for name, t in whole[1].items()}
 
 
+def _apply_at_rest(
+    ring: Ring, self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any
+) -> Any:
+    ring.release()  # a model on the CPU has no weight in a slot
+    return type(self)._apply(self, fn, *args, **kwargs)
+
+
 def _check_dtype(
     whole: tuple[Mapping[str, torch.Tensor | None], ...],
     waiting: set[str],
@@ -288,6 +295,7 @@ def _connect(handle: StreamHandle, blocks: nn.ModuleList) -> None:
     model = handle.model
     whole = model.register_state_dict_pre_hook(lambda *_: ring.release())
     handle._attached.add(whole.remove)
+    handle._attached.set(model, {"_apply": types.MethodType(partial(_apply_at_rest, ring), model)})
     refuse = model.register_load_state_dict_pre_hook(partial(_refuse_loading, set(handle.waiting)))
     handle._attached.add(refuse.remove)
     handle._attached.set(model, {ATTRIBUTE: handle})
