@@ -25,10 +25,13 @@ def refusal(call: TrainingCall, read: settings.Settings) -> str | None:
     from wanshim.adapters.diffsynth.splitting.micro_batch import known_family
     from wanshim.adapters.diffsynth.splitting.refusals import refused_part
     from wanshim.core.compile import compiler_refusal
+    from wanshim.core.shared.plain import is_compiled
 
     pipe = call.pipe
     if known_family(call.dit) is None:
         return f"{type(call.dit).__name__}: its blocks are not known to be one graph"
+    if is_compiled(call.dit):
+        return "the program compiles them itself"
     if (reason := refused_part(pipe)) is not None:
         return reason
     if (reason := attached_refusal(call)) is not None:

@@ -95,11 +95,14 @@ def test_run_compiles_one_graph_and_learns_the_same(
 def test_what_cannot_be_compiled_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on = settings.Settings(compile=True)
     assert refusal(call(), on) is None
+    compiled = variants.tiny("t2v").dit
+    compiled.blocks[0].compile()
     for given, read, reason in (
         (call(torch.nn.Linear(1, 1)), on, "Linear: its blocks"),
         (call(variants.tiny("s2v").dit), on, "WanS2VModel: its blocks"),
         (call(state=SimpleNamespace(deepspeed_plugin=object())), on, "DeepSpeed"),
         (call(state=SimpleNamespace(fsdp_plugin=object())), on, "FSDP"),
+        (call(compiled), on, "the program compiles them itself"),
         (call(vap=object()), on, "vap computes"),
         (call(use_unified_sequence_parallel=True), on, "use_usp"),
         (call(), settings.Settings(chunk=512), "WANSHIM_CHUNK"),
