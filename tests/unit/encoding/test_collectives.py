@@ -57,6 +57,24 @@ def test_arithmetic_under_the_guard_runs_and_is_unchanged() -> None:
         assert torch.ones(2, dtype=torch.float64).dtype == torch.float64
 
 
+def test_what_the_program_compiles_is_compiled_under_the_guard_and_its_collectives_refused() -> None:
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    graphs: list[object] = []
+    torch._dynamo.reset()
+    double = torch.compile(lambda x: x * 2, backend=backend)
+    reduced = torch.compile(
+        lambda x: dist._functional_collectives.all_reduce(x, "sum", dist.group.WORLD) * 2, backend=backend
+    )
+    with no_collectives("Encoding the prompt"):
+        assert double(torch.ones(2)).tolist() == [2.0, 2.0]
+        assert len(graphs) == 1
+        with pytest.raises(Exception, match="Encoding the prompt called the collective"):
+            reduced(torch.ones(2))
+
+
 def test_collective_after_the_guard_runs() -> None:
     with pytest.raises(WanshimError, match="called the collective"), no_collectives("Encoding"):
         dist.new_group([0])

@@ -21,5 +21,5 @@ def outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def without_compiler() -> AbstractContextManager[Any]:
     """Whatever the program has compiled runs as it is written. On meta tensors and under a mode of torch's it would be
-    compiled for them, and until torch 2.12 never again for the program's own calls."""
+    compiled for them, and in torch 2.11 never again for the program's own calls."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
