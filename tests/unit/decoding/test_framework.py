@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.parametrizations import weight_norm
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.decoding.tiny import encode, make_latent, make_vae, make_video
 from wanshim.core.decoding import parallelize_decode, parallelize_encode
@@ -172,6 +174,38 @@ def test_decode_inside_torch_func_and_of_another_class_of_tensor_is_the_framewor
     assert type(vae.decode(latents[0].as_subclass(Tagged)).sample) is Tagged
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         assert vae.decode(mode.from_tensor(latents[0])).sample.shape == expected.shape[1:]
+
+
+class LargerSums(TorchDispatchMode):
+    """Changes what operators return, as a mode may."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        return found * 1.01 if function is torch.ops.aten.add.Tensor else found
+
+
+def traced(vae: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    function = partial(vae.decode, return_dict=False)
+    return lambda latent: torch.jit.trace(lambda x: function(x)[0], torch.ones_like(latent), check_trace=False)(latent)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def in_a_mode(vae: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    def decode(latent: torch.Tensor) -> torch.Tensor:
+        with LargerSums():
+            return vae.decode(latent).sample  # type: ignore[no-any-return]
+
+    return decode
+
+
+@pytest.mark.parametrize("seen", [traced, in_a_mode])
+def test_decode_whose_operations_are_recorded_or_changed_is_the_framework_s(
+    seen: Callable[[Any], Callable[[torch.Tensor], torch.Tensor]],
+) -> None:
+    vae, latent = make_vae("2.1"), make_latent(2)
+    expected = seen(vae)(latent)
+    handle = parallelize_decode(vae)
+    assert torch.equal(seen(vae)(latent), expected)
+    assert handle.parallel.plan is None, "nothing was computed by the graph"
 
 
 def test_layer_that_holds_others_is_refused_in_one_line() -> None:

@@ -185,6 +185,7 @@ def test_norm_with_something_around_it_is_called_as_it_is(by: str, operators: St
 def test_what_is_served(operators: StrictOperators, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not operators.serve(X)  # on the CPU there are no kernels
     monkeypatch.setattr(kernels, "available", lambda x: True)
+    served: list[bool] = []
     with torch.no_grad():
         assert operators.serve(X)
         assert not operators.serve(nn.Parameter(X))
@@ -195,6 +196,8 @@ def test_what_is_served(operators: StrictOperators, monkeypatch: pytest.MonkeyPa
             assert not operators.serve(X)
             with ThreadPoolExecutor(1) as other:
                 assert other.submit(torch.no_grad()(operators.serve), X).result(), "the mode is this thread's"
+        torch.jit.trace(lambda x: served.append(operators.serve(x)) or x, X, check_trace=False)
+    assert served == [False], "a trace would hold what a kernel returns as a constant"
     assert not operators.serve(X)  # with gradients
 
 

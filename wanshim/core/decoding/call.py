@@ -26,6 +26,7 @@ from wanshim.core.shared.digest import digest, digest_weights
 from wanshim.core.shared.fallback import framework_computes, or_framework
 from wanshim.core.shared.gpu_memory import free_bytes
 from wanshim.core.shared.kernel_compiler import COMPILER, Kernel
+from wanshim.core.shared.plain import seen_by
 from wanshim.core.shared.recent import Recent
 from wanshim.errors import ModelInvalid, RankAbsent, RankDisagreement, RanksFailed
 from wanshim.values import checked_seconds
@@ -189,12 +190,12 @@ class ParallelVae:
 
     def refuse_traced(self, *given: Any) -> None:
         """Raise VaeFallback where more is wanted than values: gradients of the input or of the weights, for which a
-        call keeps no graph, or what torch.func or a tensor of another class, such as a fake one, makes of each step."""
+        call keeps no graph, or what `seen_by` or a tensor of another class, such as a fake one, makes of each step."""
         tensors = [x for x in given if isinstance(x, torch.Tensor)]
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             raise VaeFallback(f"the {self.graph.source} wants gradients")
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise VaeFallback(f"the {self.graph.verb} is called inside torch.func or torch.vmap")
+        if (seen := seen_by()) is not None:
+            raise VaeFallback(f"{seen} is on, which would not see how the {self.graph.verb} is computed")
         strange = [type(x) for x in tensors if type(x) not in (torch.Tensor, torch.nn.Parameter)]
         if strange:
             raise VaeFallback(f"the {self.graph.source} is a {strange[0].__module__}.{strange[0].__qualname__}")

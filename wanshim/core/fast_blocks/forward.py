@@ -19,13 +19,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from wanshim.core.compile import CompiledBlocks, compiler_refusal, graph_limits
 from wanshim.core.eight_bit import compute_in_eight_bits, refusal, takes_eight_bits
 from wanshim.core.shared.fallback import Fallback
-from wanshim.core.shared.plain import is_compiled, why_not_plain
+from wanshim.core.shared.plain import is_compiled, seen_by, why_not_plain
 from wanshim.core.shared.recent import Recent
 from wanshim.core.workers.process import is_worker
 from wanshim.errors import FeatureUnavailable
@@ -82,7 +81,7 @@ class FastForward:
             getattr(_HERE, "run", None) is None
             and bool(tensors)
             and not torch.is_grad_enabled()
-            and not _get_current_dispatch_mode_stack()
+            and seen_by() is None
             and not any(each.is_meta for each in tensors)
             and math.prod(_latents(tensors).shape[-3:]) > FEW_LATENTS
         )

@@ -7,11 +7,8 @@ from types import MethodType
 
 import torch
 from torch import nn
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from wanshim.core.shared.plain import why_not_plain
+from wanshim.core.shared.plain import seen_by, why_not_plain
 from wanshim.core.shared.weight_bytes import tensors
 from wanshim.core.workers.packing import pack
 from wanshim.errors import ModelInvalid, WorkersInvalid
@@ -61,9 +58,8 @@ def check_around(device: torch.device) -> None:
     of what it returns."""
     if torch.is_autocast_enabled(device.type):
         raise NotShared("torch.autocast is on, which changes the dtype of what its models return")
-    for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):
-        if not isinstance(mode, DeviceContext):  # of torch.set_default_device
-            raise NotShared(f"a {type(mode).__qualname__} is on, which would not see what a worker computes")
+    if (seen := seen_by()) is not None:
+        raise NotShared(f"{seen} is on, which would not see what a worker computes")
 
 
 def check_copied(modules: Mapping[str, nn.Module], device: torch.device) -> None:

@@ -1,13 +1,18 @@
-"""Why a model computes otherwise than its classes do: who computes it in another way would leave that out."""
+"""Why a model computes otherwise than its classes do, or is looked at while it computes: who computes it in another way
+would leave that out."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 
 def why_not_plain(
@@ -36,6 +41,18 @@ def why_not_plain(
         if drops(module):
             return module, "drops at random: call eval() if it should not"
     return None
+
+
+def seen_by() -> str | None:
+    """What sees each operation of a call that this thread makes now, and may record or change it; None: nothing does.
+    Kernels of ours and what another process computes would escape it."""
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "torch.func"
+    modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
+    others = (mode for mode in modes if not isinstance(mode, DeviceContext))  # of torch.set_default_device
+    return next((f"a {type(mode).__qualname__}" for mode in others), None)
 
 
 def drops(module: nn.Module) -> bool:

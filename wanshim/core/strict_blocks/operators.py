@@ -15,14 +15,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from wanshim.core.shared.fallback import cause_of
 from wanshim.core.shared.kernel_compiler import COMPILER, Kernel
 from wanshim.core.shared.kernel_launch import noted
 from wanshim.core.shared.optional_triton import hash_ahead
-from wanshim.core.shared.plain import why_not_plain
+from wanshim.core.shared.plain import seen_by, why_not_plain
 from wanshim.core.shared.recent import Recent
 
 from . import kernels
@@ -62,13 +61,14 @@ class StrictOperators:
         self._compiling: list[Kernel] = []
 
     def serve(self, x: torch.Tensor) -> bool:
-        """Whether kernels may compute what follows from `x`: a plain tensor on a GPU, no gradient, autocast or mode."""
+        """Whether kernels may compute what follows from `x`: a plain tensor on a GPU, no gradient or autocast, not
+        `seen_by` anything."""
         return (
             type(x) is torch.Tensor
             and kernels.available(x)
             and not torch.is_grad_enabled()
             and not torch.is_autocast_enabled(x.device.type)
-            and not _get_current_dispatch_mode_stack()
+            and seen_by() is None
         )
 
     def normalized(self, x: torch.Tensor, norm: nn.LayerNorm, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
