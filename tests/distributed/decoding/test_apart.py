@@ -1,10 +1,11 @@
-"""Data-parallel decodes and encodes: ranks that hold different samples, and not equally many of them."""
+"""Data-parallel decodes and encodes: ranks that hold different samples or VAEs, and not equally many of them."""
 
 from __future__ import annotations
 
 from functools import partial
 
 import pytest
+import torch
 
 from wanshim.core.decoding import VaeCache, VaeFallback, VaeOptions, read_graph
 
@@ -23,6 +24,29 @@ def _odd(rank: int, size: int, verb: str) -> list[str]:
             cache.run(vae, given, VaeOptions(deadline=30.0))
         reasons.append(str(left.value))
     return reasons
+
+
+def _own_vae(rank: int, size: int, what: str) -> list[str]:
+    """A VAE of its own on each rank, as where checkpoints are compared; the second call waits for nobody."""
+    vae = make_vae("2.1", seed=rank if what == "weights" else 0)
+    vae = vae.to(torch.bfloat16 if what == "dtype" and rank else torch.float32)
+    cache = VaeCache(partial(read_graph, verb="decode"))
+    latent, options, lean = make_latent(2).to(vae.dtype), VaeOptions(deadline=30.0), what == "lean" and rank == 1
+    reasons = []
+    for _ in range(2 - rank):
+        with pytest.raises(VaeFallback) as left:
+            cache.run(vae, latent, options, lean=lean)
+        reasons.append(str(left.value))
+    return reasons
+
+
+@pytest.mark.parametrize(
+    ("what", "differing"),
+    [("weights", "weights"), ("dtype", "compute, dtype, weights"), ("lean", "lean")],
+)
+def test_ranks_that_have_each_a_vae_of_its_own_compute_by_themselves(what: str, differing: str) -> None:
+    for rank, reasons in enumerate(values(run_ranks(_own_vae, 2, what))):
+        assert reasons == (2 - rank) * [f"the ranks decode with different {differing}"]
 
 
 @pytest.mark.parametrize(("verb", "reason"), [("decode", "different latents"), ("encode", "different videos")])

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -30,10 +30,8 @@ from wanshim.errors import ModelInvalid, RankAbsent, RankDisagreement
 from .call import ParallelVae, VaeOptions
 from .plan import VaePlan
 
-# What may differ from rank to rank without being an error: the framework then computes on each rank for itself.
-_OWN_INPUT = {"decode": {"latent", "shape"}, "encode": {"video", "shape"}}
 _ONE_RANK = "only one rank of its group calls the VAE here"
-_DIFFERENT = {"decode": "the ranks decode different latents", "encode": "the ranks encode different videos"}
+_INPUTS = {"decode": "latents", "encode": "videos"}
 
 
 def sequence_group(module: str) -> Any:
@@ -99,7 +97,8 @@ class VaeCache:
     def __init__(self, read: Callable[[Any], Graph], verb: str = "decode") -> None:
         self.verb = verb
         self._read = read
-        self._apart: WeakSet[Any] = WeakSet()  # whose ranks hold different samples, as in data-parallel work
+        # Whose ranks came with calls of their own, as in data-parallel work, and what differed.
+        self._apart: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
         self._made: WeakKeyDictionary[Any, ParallelVae] = WeakKeyDictionary()
         self.plan: VaePlan | None = None
 
@@ -135,7 +134,7 @@ class VaeCache:
         if alone is not None and not gains_alone(given):
             raise VaeFallback(alone)
         if vae in self._apart:
-            raise VaeFallback(_DIFFERENT[self.verb])
+            raise VaeFallback(self._apart[vae])
         if together is not None and not together(f"{self.verb} {digest(given)}"):
             raise VaeFallback(_ONE_RANK)
         options = replace(options, **changed)
@@ -147,10 +146,13 @@ class VaeCache:
             self.plan = parallel.plan
             return output
         except RankDisagreement as error:
-            if not error.differing or not set(error.differing) <= _OWN_INPUT[self.verb]:  # none: of patch sets
+            if not error.differing:  # of patch sets
                 raise
-            self._apart.add(vae)  # every rank knows it, so that none waits for the others at its next sample
-            raise VaeFallback(_DIFFERENT[self.verb]) from error
+            # Every rank knows it, so that none waits for the others at its next sample.
+            self._apart[vae] = f"the ranks {self.verb} different {_INPUTS[self.verb]}"
+            if more := [each for each in error.differing if each not in ("shape", parallel.graph.source)]:
+                self._apart[vae] = f"the ranks {self.verb} with different {', '.join(more)}"
+            raise VaeFallback(self._apart[vae]) from error
         except ModelInvalid as error:
             raise VaeFallback(str(error)) from error
         except RankAbsent as error:
