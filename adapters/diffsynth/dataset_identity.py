@@ -1,5 +1,5 @@
-"""The identity of a dataset of DiffSynth, found without reading a sample: its rows, what loads them, and its files by
-size and time of change. What loads them must be DiffSynth's own, which draws nothing at random."""
+"""The identity of a dataset of DiffSynth, found without reading a sample: its rows, what loads them, and its files as
+the file system describes them. What loads them must be DiffSynth's own, which draws nothing at random."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def _installed(function: Any) -> str:
 
 
 def _files(dataset: Any) -> Iterator[list[Any]]:
-    """Path, size and time of change of every file that a row names; the time counts as a name alone.
+    """Path, size, times and inode of every file that a row names; they count as names alone. The time of the content is
+    what an archive or a copy says, so another file of its size may have it, but not the time of the change too.
 
     Raises:
         Fallback: a row names what is no file here.
@@ -75,7 +76,8 @@ def _files(dataset: Any) -> Iterator[list[Any]]:
             found = [(path, path.stat()) for path in paths if path.is_file()]
             if not found:
                 raise Fallback(f"a sample's {key} is no file here: {name}")
-            yield from ([str(path), status.st_size, status.st_mtime_ns] for path, status in found)
+            for path, at in found:
+                yield [str(path), at.st_size, at.st_mtime_ns, at.st_ctime_ns, at.st_ino]
 
 
 def _folders(operator: Any) -> Iterator[str]:

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image, ImageSequence
 
 import wanshim as product
 from tests.contract.diffsynth import encode_job as job
@@ -706,6 +707,20 @@ def _touched(cache: Path, data: Path) -> None:
     os.utime(data / "0.gif", (1, 1))
 
 
+def _another_of_its_size_and_date(cache: Path, data: Path) -> None:
+    """As what an archive whose files have one date is unpacked over."""
+    old = data / "0.gif"
+    status = old.stat()
+    with Image.open(old) as image:
+        frames = [
+            frame.convert("L").point(lambda value: 255 * (value > 127)) for frame in ImageSequence.Iterator(image)
+        ]
+    frames[0].save(old, save_all=True, append_images=frames[1:])
+    assert old.stat().st_size < status.st_size
+    os.truncate(old, status.st_size)
+    os.utime(old, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
 def _another_prompt(cache: Path, data: Path) -> None:
     text = (data / "metadata.json").read_text()
     (data / "metadata.json").write_text(text.replace("a box", "a cat"))
@@ -719,6 +734,7 @@ def _another_prompt(cache: Path, data: Path) -> None:
         (_gone, 1),
         (_damaged, 1),
         (_touched, 0),
+        (_another_of_its_size_and_date, 1),
         (_another_prompt, 1),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
