@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby, islice
 
-from wanshim.core.shared.processes import process_start
+from wanshim.core.shared.processes import namespace, process_start
 from wanshim.errors import WanshimError
 from wanshim.monitor.reading import LONGEST_S, text, whole
 from wanshim.monitor.runs import DeviceLog, RunLog
@@ -112,9 +112,9 @@ def allowed_silence(log: DeviceLog, patience: Patience) -> float:
 
 
 def is_alive(log: DeviceLog) -> bool:
-    """Whether the process that logs is there. One of another host counts as there: its silence is a stall."""
+    """Whether the process that logs is there. One of another host or container counts as there: silent, it stalls."""
     pid = whole(log.start.get("pid"), most=2**22)
-    if not pid or not log.is_of_this_host:
+    if not pid or log.start.get("namespace") != namespace():
         return True
     return process_start(pid) == log.start.get("process_started") is not None
 

@@ -129,7 +129,7 @@ class DeviceLog:
     @property
     def process(self) -> tuple[object, ...]:
         """The process that wrote the newest attempt."""
-        return tuple(self.start.get(name) for name in ("host", "pid", "process_started"))
+        return tuple(self.start.get(name) for name in ("host", "namespace", "pid", "process_started"))
 
     @property
     def has_begun(self) -> bool:

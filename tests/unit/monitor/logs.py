@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from wanshim.core.shared.processes import process_start
+from wanshim.core.shared.processes import namespace, process_start
 from wanshim.core.training.accounting import StepAccounting
 from wanshim.core.training.progress_log import file_name, write_run
 from wanshim.monitor.runs import RunFolder
@@ -34,7 +34,8 @@ def make_run(folder: Path, processes: int = 1, samples: int = 100, **more: Any) 
 
 def start_line(rank: int = 0, device: str = "cuda:0", **more: Any) -> dict[str, Any]:
     """The start of this very process, so that it counts as alive."""
-    here = {"pid": os.getpid(), "process_started": process_start(os.getpid()), "host": socket.gethostname()}
+    here = {"pid": os.getpid(), "process_started": process_start(os.getpid()), "namespace": namespace()}
+    here["host"] = socket.gethostname()
     return {"event": "start", "t": time.time(), "rank": rank, "device": device, "devices": [device], **here, **more}
 
 

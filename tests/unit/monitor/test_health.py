@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -98,8 +99,11 @@ def test_reused_pid_is_not_the_process(tmp_path: Path) -> None:
     assert kinds(tmp_path) == [("gone", 0)]
 
 
-def test_process_of_another_host_is_judged_by_its_silence(tmp_path: Path) -> None:
-    write_log(make_run(tmp_path), [start_line(pid=1, process_started=1, host="elsewhere"), *steps(20)])
+@pytest.mark.parametrize("host", ["elsewhere", socket.gethostname()])
+def test_process_of_another_host_or_container_is_judged_by_its_silence(host: str, tmp_path: Path) -> None:
+    """A container in its host's network has the host's name."""
+    begin = start_line(pid=1, process_started=1, host=host, namespace="elsewhere")
+    write_log(make_run(tmp_path), [begin, *steps(20)])
     assert kinds(tmp_path) == []
 
 

@@ -43,7 +43,7 @@ def _boot_id() -> str:
 def process() -> str:
     """Names this process for the others of its machine and process namespace; empty on a system without /proc."""
     found = _stat(os.getpid())
-    return "" if found is None else f"{_namespace()}/{os.getpid()}/{found[_START]}"
+    return "" if found is None else f"{namespace()}/{os.getpid()}/{found[_START]}"
 
 
 def process_state(name: str) -> str:
@@ -51,8 +51,8 @@ def process_state(name: str) -> str:
 
     The kernel knows, also while the process's interpreter is held.
     """
-    *namespace, number, start = name.split("/") if name else ["", "", ""]
-    if "/".join(namespace) != _namespace():
+    *where, number, start = name.split("/") if name else ["", "", ""]
+    if "/".join(where) != namespace():
         return "unknown"
     found = _stat(int(number))
     if found is None or found[_START] != start or found[0] in _ENDED:
@@ -129,7 +129,9 @@ def _libc() -> Any:
 
 
 @cache
-def _namespace() -> str:
+def namespace() -> str:
+    """`boot/namespace`: the same for the processes among which a number names one process. Containers have each their
+    own, whatever their host name."""
     try:
         return f"{_boot_id()}/{Path('/proc/self/ns/pid').readlink()}"
     except OSError:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from wanshim.core.shared.forks import Owner
 from wanshim.core.shared.gpus import GpuMeter, GpuReading
-from wanshim.core.shared.processes import process_start
+from wanshim.core.shared.processes import namespace, process_start
 from wanshim.core.training import progress_log
 from wanshim.core.training.accounting import GlobalSteps, StepAccounting
 from wanshim.core.training.deferred_loss import DeferredLoss
@@ -215,6 +215,7 @@ class RunRecorder:
                 "rank": self.rank,
                 "pid": os.getpid(),
                 "process_started": process_start(os.getpid()),
+                "namespace": namespace(),
                 "host": socket.gethostname(),
                 "devices": list(self._log.devices),
                 "done": self.run.done,
