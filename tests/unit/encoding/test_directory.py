@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import io
 import os
 import signal
 import socket
@@ -264,6 +265,20 @@ def test_read_file_that_cannot_be_opened_is_foreign(directory: CacheDirectory, m
     directory.write("entry", b"content")
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(match=r"cannot be opened \(Permission denied\)"):
+        directory.read("entry")
+
+
+def test_read_file_that_goes_away_on_a_share_meanwhile_is_foreign(
+    directory: CacheDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory.write("entry", b"whole")
+
+    class Stale(io.FileIO):
+        def read(self, size: int | None = -1) -> bytes:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(os, "fdopen", Stale)
+    with pytest.raises(NotOwn, match=r"cannot be read \(Stale file handle\)"):
         directory.read("entry")
 
 

@@ -111,16 +111,18 @@ class CacheDirectory(OwnFolder):
         """The bytes of our own regular file `name`; None where there is none.
 
         Raises:
-            NotOwn: something is there that this user's wanshim did not write.
+            NotOwn: something is there that this user's wanshim did not write, or that cannot be read.
         """
+        doing = "opened"
         try:
             fd = self.open(name, os.O_RDONLY)
+            doing = "read"  # a share's file may go away meanwhile, and a disk may fail
+            with os.fdopen(fd, "rb") as file:
+                return file.read()
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise NotOwn(f"cannot be opened ({error.strerror})") from error
-        with os.fdopen(fd, "rb") as file:
-            return file.read()
+            raise NotOwn(f"cannot be {doing} ({error.strerror})") from error
 
     def write(self, name: str, data: bytes, mode: int = 0o600) -> None:
         """Put `data` at `name` whole or not at all, readable by the owner alone.
