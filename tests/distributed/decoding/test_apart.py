@@ -49,6 +49,19 @@ def test_ranks_that_have_each_a_vae_of_its_own_compute_by_themselves(what: str, 
         assert reasons == (2 - rank) * [f"the ranks decode with different {differing}"]
 
 
+def _crossed(rank: int, size: int) -> None:
+    """Two VAEs, which each rank calls in an order of its own, as from threads."""
+    cache, latent = VaeCache(partial(read_graph, verb="decode")), make_latent(2)
+    vaes = [make_vae("2.1", seed=seed) for seed in range(2)]
+    for number in ((1, 1), (0, 1))[rank]:
+        with pytest.raises(VaeFallback, match="with different weights"):
+            cache.run(vaes[number], latent, VaeOptions(deadline=3.0))
+
+
+def test_rank_that_calls_two_vaes_in_another_order_waits_for_nobody() -> None:
+    values(run_ranks(_crossed, 2))
+
+
 @pytest.mark.parametrize(("verb", "reason"), [("decode", "different latents"), ("encode", "different videos")])
 def test_rank_with_one_sample_more_computes_it_alone(verb: str, reason: str) -> None:
     for rank, reasons in enumerate(values(run_ranks(_odd, 2, verb))):

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from .call import ParallelVae, VaeOptions
 from .plan import VaePlan
 
 _ONE_RANK = "only one rank of its group calls the VAE here"
-_INPUTS = {"decode": "latents", "encode": "videos"}
+_DIFFERENT = {"decode": "the ranks decode different latents", "encode": "the ranks encode different videos"}
 
 
 def sequence_group(module: str) -> Any:
@@ -97,8 +97,8 @@ class VaeCache:
     def __init__(self, read: Callable[[Any], Graph], verb: str = "decode") -> None:
         self.verb = verb
         self._read = read
-        # Whose ranks came with calls of their own, as in data-parallel work, and what differed.
-        self._apart: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+        self._apart: WeakSet[Any] = WeakSet()  # whose ranks hold different samples, as in data-parallel work
+        self._all_apart = ""  # what differed where ranks came with different VAEs
         self._made: WeakKeyDictionary[Any, ParallelVae] = WeakKeyDictionary()
         self.plan: VaePlan | None = None
 
@@ -133,8 +133,8 @@ class VaeCache:
         alone = _alone(group)
         if alone is not None and not gains_alone(given):
             raise VaeFallback(alone)
-        if vae in self._apart:
-            raise VaeFallback(self._apart[vae])
+        if self._all_apart or vae in self._apart:
+            raise VaeFallback(self._all_apart or _DIFFERENT[self.verb])
         if together is not None and not together(f"{self.verb} {digest(given)}"):
             raise VaeFallback(_ONE_RANK)
         options = replace(options, **changed)
@@ -148,11 +148,12 @@ class VaeCache:
         except RankDisagreement as error:
             if not error.differing:  # of patch sets
                 raise
-            # Every rank knows it, so that none waits for the others at its next sample.
-            self._apart[vae] = f"the ranks {self.verb} different {_INPUTS[self.verb]}"
-            if more := [each for each in error.differing if each not in ("shape", parallel.graph.source)]:
-                self._apart[vae] = f"the ranks {self.verb} with different {', '.join(more)}"
-            raise VaeFallback(self._apart[vae]) from error
+            # Every rank knows it, so that none waits for the others at its next sample; nor, where their VAEs differ,
+            # at another VAE, which may be the one that a rank came with here.
+            self._apart.add(vae)
+            if of_vae := [each for each in error.differing if each not in ("shape", parallel.graph.source)]:
+                self._all_apart = f"the ranks {self.verb} with different {', '.join(of_vae)}"
+            raise VaeFallback(self._all_apart or _DIFFERENT[self.verb]) from error
         except ModelInvalid as error:
             raise VaeFallback(str(error)) from error
         except RankAbsent as error:
