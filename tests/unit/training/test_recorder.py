@@ -3,6 +3,9 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
+import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +44,16 @@ def records(recorder: RunRecorder) -> list[dict[str, Any]]:
     return [json.loads(line) for line in next(recorder.folder.glob("*.jsonl")).read_text().splitlines()]
 
 
+def records_once(recorder: RunRecorder, count: int) -> list[dict[str, Any]]:
+    """Records of a log, once its thread has written so many."""
+    for _ in range(1000):
+        with suppress(StopIteration):
+            if len(found := records(recorder)) >= count:
+                return found
+        time.sleep(0.01)
+    raise AssertionError(f"there are no {count} records")
+
+
 def test_checkpoint_time_is_kept_out_of_the_step(tmp_path: Path, clock: Clock) -> None:
     recorder = RunRecorder(tmp_path, RUN, 0, ["cpu"])
     recorder.end_step(1.0, steps_optimizer=False)
@@ -55,6 +68,21 @@ def test_checkpoint_time_is_kept_out_of_the_step(tmp_path: Path, clock: Clock) -
     assert (second["seconds"], second["checkpoint_seconds"]) == (3.0, 30.0)
     assert (second["loss"], second["optimizer_step"]) == ("inf", 1)
     assert [r["event"] for r in records(recorder) if "event" in r] == ["start", "checkpoint", "checkpoint saved", "end"]
+
+
+def test_log_that_somebody_removes_begins_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As a cleaner of /tmp does: what is written to a removed file reaches nobody."""
+    recorder = RunRecorder(tmp_path, RUN, 0, ["cpu"])
+    begin = records_once(recorder, 1)
+    shutil.rmtree(recorder.folder)
+    for _ in range(2):
+        recorder.end_step(1.0, steps_optimizer=False)
+    assert records_once(recorder, 3)[0] == begin[0]
+    assert json.loads((recorder.folder / "run.json").read_text())["state"] == "running"
+    recorder.close()
+    assert [record.get("step") for record in records(recorder)] == [None, 1, 2, 2]
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [f"wanshim: the progress log in {recorder.folder} was removed, and begins anew"]
 
 
 def test_device_that_is_no_gpu_is_said_to_be_absent(tmp_path: Path) -> None:

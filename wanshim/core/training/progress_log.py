@@ -108,18 +108,44 @@ class ProgressLog:
     def __init__(self, folder: Path, rank: int, devices: Sequence[str]) -> None:
         self.devices = tuple(dict.fromkeys(devices))
         self._lock_name = f".rank-{rank:05d}.lock"
-        self.folder, self._lock = _claim(folder, rank, self._lock_name)
+        self._run_folder, self._rank = folder, rank
         self._files: dict[str, int] = {}
+        self._start: tuple[Mapping[str, Any], Mapping[str, Mapping[str, Any]] | None] | None = None
+        self._open()
+
+    def _open(self) -> None:
+        self.folder, self._lock = _claim(self._run_folder, self._rank, self._lock_name)
         try:
             with _opened(self.folder) as opened:
                 for device in self.devices:
-                    self._files[device] = _open_log(file_name(rank, device), opened)
+                    self._files[device] = _open_log(file_name(self._rank, device), opened)
         except BaseException:
             self.close()
             raise
 
+    def restore(self) -> bool:
+        """Open new files if somebody has removed one, as a cleaner of /tmp does, and begin them with the start line.
+
+        Returns:
+            Whether it was so, and there are new ones.
+        """
+        if all(os.fstat(file).st_nlink for file in self._files.values()):
+            return False
+        self.close()
+        try:
+            self._open()
+        except (OSError, WanshimError) as error:
+            log.warning("wanshim: the progress log in %s was removed, and ends: %s", self.folder, error)
+            return False
+        log.warning("wanshim: the progress log in %s was removed, and begins anew", self.folder)
+        if self._start is not None:
+            self.write(*self._start)
+        return True
+
     def write(self, record: Mapping[str, Any], by_device: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         """Append `record` to every device's file, with what `by_device` adds for it."""
+        if record.get("event") == "start":
+            self._start = record, by_device
         for device, file in list(self._files.items()):
             line = json.dumps({**record, **(by_device or {}).get(device, {})}, allow_nan=False, separators=(",", ":"))
             try:

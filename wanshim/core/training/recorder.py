@@ -194,6 +194,9 @@ class RunRecorder:
             kind = ""
             while kind != "end":
                 kind, record, loss = self._queue.get()
+                if self._log.restore():
+                    self.folder = self._log.folder
+                    self._write_run("running")
                 if kind == "step":
                     self._step(StepRecord(*record), loss)
                 elif kind == "start":
