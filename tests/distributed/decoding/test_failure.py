@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
 from tests.distributed.decoding.timed import decode_and_time
 from tests.distributed.sequence.faults import outcome_of, raise_
@@ -185,6 +186,20 @@ def test_ranks_with_different_weights_stop_before_anything_runs(verb: str) -> No
     results = values(run_ranks(another_vae, 2, verb))
     assert {name for name, _, _ in results} == {"RankDisagreement"}
     assert all("rank 0: weights " in text and "; rank 1: weights " in text for _, text, _ in results)
+
+
+def sharded_vae(rank: int, size: int) -> tuple[bool, list[str]]:
+    vae, latent = make_vae("2.1"), make_latent(3)
+    expected = vae.decode(latent).sample
+    fully_shard(vae.decoder)
+    handle = parallelize_decode(vae, deadline=DEADLINE, raise_failures=True)
+    return torch.equal(vae.decode(latent).sample, expected), list(handle._reasons)
+
+
+def test_weights_that_ranks_have_shares_of_are_the_framework_s_to_gather() -> None:
+    results = values(run_ranks(sharded_vae, 2))
+    assert [same for same, _ in results] == [True, True]
+    assert all(reason.startswith("weights of the VAE are of torch.distributed.tensor") for _, (reason,) in results)
 
 
 def written_weights(rank: int, size: int) -> tuple[str, str, float]:

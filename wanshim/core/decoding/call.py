@@ -328,6 +328,8 @@ class ParallelVae:
                 compared=sorted(state.compared),
                 frames=state.frames,
             )
+        except VaeFallback as reason:
+            return CallFacts(asked=asked, left=str(reason))
         except Exception as error:
             verdict = verdict_of(comm, error)
             return CallFacts(asked=asked, error=(verdict.kind, verdict.text))
@@ -352,10 +354,16 @@ class ParallelVae:
         return f"a {self.graph.source} in {given.dtype}, and weights in {self.graph.dtype}"
 
     def _weights_digest(self) -> str:
-        """The digest of this rank's weights, read again where they were moved or written to."""
+        """The digest of this rank's weights, read again where they were moved or written to.
+
+        Raises:
+            VaeFallback: what a weight holds is not all that it is, as of one that ranks have shares of.
+        """
         convs = (conv.current() for conv in self.graph.convs())
         modules = (*convs, *(norm.module for norm in self.graph.norms()))
         tensors = [p for module in modules for p in module.parameters() if not p.is_meta]
+        if other := next((type(each) for each in tensors if type(each) is not torch.nn.Parameter), None):
+            raise VaeFallback(f"weights of the VAE are of {other.__module__}.{other.__qualname__}")
         # Nobody counts what is written to an inference tensor.
         places = [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in tensors]
         if places != self._digested[0]:
