@@ -171,6 +171,12 @@ def sequence_refusal(call: TrainingCall, read: Settings) -> str | None:
     reason = conflict(call, read)
     if reason is not None or family is None:
         return reason
+    compiler = getattr(call.accelerator.state, "dynamo_plugin", None)
+    if compiler is not None and compiler.backend != "NO":
+        return (
+            f"accelerate compiles the training module (dynamo_backend {compiler.backend.value}), and ranks exchange "
+            "tokens inside it"
+        )
     return (
         why_not_sharded(pipe, family)
         or why_sharded_by_diffsynth(pipe)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from diffsynth.diffusion import runner
 from diffsynth.models.model_loader import ModelPool
 
@@ -52,6 +53,8 @@ def with_deepspeed() -> Any:
         ("heads", "99 ranks for 2 attention heads"),
         ("deepspeed", "DeepSpeed places the parameters"),
         ("manager", "--enable_model_cpu_offload"),
+        ("block", "DiTBlock 1 is compiled by torch.compile"),
+        ("dynamo", "accelerate compiles the training module (dynamo_backend EAGER)"),
     ],
 )
 def test_refusal_names_what_it_is_about(
@@ -63,6 +66,11 @@ def test_refusal_names_what_it_is_about(
     if change == "heads":
         monkeypatch.setenv("WANSHIM_PLAN", "sequence:99")
         wanshim.activate(f"none,{FEATURE}")
+    if change == "block":
+        module.pipe.dit.blocks[1].compile()
+    if change == "dynamo":
+        monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+        monkeypatch.setattr(AcceleratorState, "_shared_state", {})  # which would be that of another test
     accelerator = with_deepspeed() if change == "deepspeed" else Accelerator()
     script = Namespace(enable_model_cpu_offload=True) if change == "manager" else None
     with pytest.raises(FeatureUnavailable) as caught:
