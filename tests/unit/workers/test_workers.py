@@ -19,6 +19,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.unit.workers import functions
 from tests.unit.workers.forked import forked  # noqa: F401, a fixture
+from wanshim.core.streaming import HostCopy
+from wanshim.core.streaming.host_copy import bytes_when_streamed
 from wanshim.core.workers import Workers
 from wanshim.core.workers import pool as pool_module
 from wanshim.core.workers.packing import elements, pack
@@ -95,6 +97,28 @@ def test_workers_that_have_not_started_can_be_fewer_and_on_other_devices(model):
     workers.hold(model)
     with pytest.raises(WorkersFailed, match=f"the worker on cpu:0 .process {first}. failed"):
         result(workers, functions.fail, "no such thing")
+
+
+@pytest.mark.usefixtures("forked")
+def test_workers_stream_from_one_copy_on_the_host_which_they_map_once():
+    model = functions.Blocks().eval().requires_grad_(False)
+    workers = Workers(CPU, [CPU], deadline=120)
+    assert workers.num_bytes(0) == 0, "they have not begun"
+    host = HostCopy.of(model, shared=True)
+    host.wait()
+    workers.share(host, 1)
+    before = result(workers, functions.num_descriptors)
+    workers.share(host, 1)
+    assert result(workers, functions.num_descriptors) == before
+    assert workers.hold(model, host=host) == 0, "nothing is sent"
+    assert workers.num_bytes(0) == workers.num_bytes(0, [model]) == bytes_when_streamed(model) != 0
+    x = torch.randn(3, 6)
+    with torch.no_grad():
+        expected = model(x)
+        assert torch.equal(result(workers, model, x), expected)
+        host.memory.zero_()
+        assert torch.equal(result(workers, model, x), torch.zeros(3, 6))
+    workers.close()
 
 
 def test_a_copy_keeps_ties_and_strides(pool, model):
@@ -464,6 +488,8 @@ OUTPUT_IS_CLOSED = """
 import os
 os.close(2)
 from torch import device
+from wanshim.core.streaming import HostCopy
+from wanshim.core.streaming.host_copy import bytes_when_streamed
 from wanshim.core.workers import Workers
 workers = Workers(device("cpu"), [device("cpu")])
 workers.begin()
