@@ -19,6 +19,7 @@ from tests.unit.streaming.model import Model, data
 from wanshim.core.generation.host_streams import host_copy, wait_for
 from wanshim.core.shared.host_memory import PAGE, unnamed_file
 from wanshim.core.streaming import HostCopy, bytes_when_streamed, compute_from
+from wanshim.core.streaming import host_copy as host_copy_module
 from wanshim.core.streaming.block_weights import bounds_of
 from wanshim.core.streaming.host_copy import _file_sizes
 from wanshim.errors import HostMemoryInvalid, PlacementInvalid
@@ -231,6 +232,25 @@ def test_a_host_without_room_is_said_and_the_model_stays(shared: bool, monkeypat
         HostCopy.of(model, shared=shared)
     assert [p.data_ptr() for p in model.parameters()] == places
     assert all(map(torch.equal, outputs(model), expected))
+
+
+@pytest.mark.parametrize(("blocks_of_room", "at_once"), [(0, 2), (8 * 3, 3), (8 * 100, 8)])
+def test_as_many_blocks_are_moved_at_once_as_an_eighth_of_the_free_memory_holds(
+    monkeypatch: pytest.MonkeyPatch, blocks_of_room: int, at_once: int
+) -> None:
+    pools = []
+
+    def pool(count: int, *names: str) -> ThreadPoolExecutor:
+        pools.append(count)
+        return ThreadPoolExecutor(count, *names)
+
+    model = Model().requires_grad_(False)
+    largest = max(end - begin for begin, end in HostCopy.of(model, shared=False).bounds)
+    monkeypatch.setattr(host_copy_module, "THREADS", 8)
+    monkeypatch.setattr(host_copy_module, "available_bytes", lambda: blocks_of_room * largest)
+    monkeypatch.setattr(host_copy_module, "ThreadPoolExecutor", pool)
+    HostCopy.of(Model().requires_grad_(False), shared=False).wait()
+    assert pools == [at_once]
 
 
 def test_files_that_the_host_has_no_room_for_are_said_and_the_model_stays(monkeypatch: pytest.MonkeyPatch) -> None:

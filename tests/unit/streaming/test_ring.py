@@ -11,6 +11,7 @@ from tests.unit.fake_streams import Stream, Streams
 from tests.unit.streaming.model import BLOCKS, Model, data
 from wanshim.core.streaming import stream_model
 from wanshim.core.streaming.ring import Ring
+from wanshim.errors import WanshimError
 
 
 @pytest.fixture
@@ -92,3 +93,11 @@ def test_every_block_of_a_step_computes_after_the_copy_of_its_weights(
     for seed in range(2):
         model(data(seed)).backward()
     assert at_work == [True] * (2 * 2 * BLOCKS)
+
+
+def test_block_that_comes_late_is_refused_in_the_first_backward_of_a_program_too(ring: Ring) -> None:
+    for task in (0, 1):
+        ring._check_order(4, task)
+        ring._check_order(3, task)
+        with pytest.raises(WanshimError, match="one backward came to streamed block 5 after block 3"):
+            ring._check_order(5, task)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -465,6 +466,7 @@ def test_plan_counts_bytes_by_where_they_lie_and_how_often_they_travel() -> None
     assert plan.device_bytes == 700
     assert plan.link_bytes == 301  # half of the blocks are not in the ring when their turn comes, twice a step
     assert plan_stream([100] * 3, 0, "cuda:0", count=3, budget=None, slots=3).link_bytes == 0
+    assert replace(plan, streamed=(), host_bytes=0).link_bytes == 0
 
 
 def test_bytes_of_a_split_model_are_those_that_streaming_would_move() -> None:
