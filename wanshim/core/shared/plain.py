@@ -43,13 +43,18 @@ def why_not_plain(
     return None
 
 
-def seen_by() -> str | None:
-    """What sees each operation of a call that this thread makes now, and may record or change it; None: nothing does.
-    Kernels of ours and what another process computes would escape it."""
+def traced_by() -> str | None:
+    """The part of torch that makes of a call of this thread now what is no value, or more; None: none does."""
     if torch._C._get_tracing_state() is not None:
         return "torch.jit.trace"
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return "torch.func"
+    return "torch.func" if torch._C._functorch.peek_interpreter_stack() is not None else None
+
+
+def seen_by() -> str | None:
+    """The part of torch, or the mode, that sees each operation of a call that this thread makes now, and may record or
+    change it; None: none does. Kernels of ours and what another process computes would escape it."""
+    if (traced := traced_by()) is not None:
+        return traced
     modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
     others = (mode for mode in modes if not isinstance(mode, DeviceContext))  # of torch.set_default_device
     return next((f"a {type(mode).__qualname__}" for mode in others), None)
