@@ -67,7 +67,12 @@ def drops(module: nn.Module) -> bool:
 
 def is_compiled(model: nn.Module) -> bool:
     """Whether torch.compile has compiled it, or a part of it."""
-    return any(is_optimized(module) or module._compiled_call_impl is not None for module in model.modules())
+    return any(map(is_one_graph, model.modules()))
+
+
+def is_one_graph(module: nn.Module) -> bool:
+    """Whether torch.compile has compiled a call of it, with all that it calls."""
+    return is_optimized(module) or module._compiled_call_impl is not None
 
 
 def is_optimized(value: Any) -> bool:
