@@ -44,15 +44,15 @@ def why_not_plain(
 
 
 def traced_by() -> str | None:
-    """The part of torch that makes of a call of this thread now what is no value, or more; None: none does."""
+    """`torch.jit.trace` or `torch.func`, if this thread runs inside it now, where a call makes more than values."""
     if torch._C._get_tracing_state() is not None:
         return "torch.jit.trace"
     return "torch.func" if torch._C._functorch.peek_interpreter_stack() is not None else None
 
 
 def seen_by() -> str | None:
-    """The part of torch, or the mode, that sees each operation of a call that this thread makes now, and may record or
-    change it; None: none does. Kernels of ours and what another process computes would escape it."""
+    """The mode, or as `traced_by`, that sees each operation of this thread now, and may record or change it; None: none
+    does. Kernels of ours and computations of another process would escape it."""
     if (traced := traced_by()) is not None:
         return traced
     modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
