@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import os
 import signal
+import time
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.distributed.decoding.timed import decode_and_time
 from tests.distributed.sequence.faults import outcome_of, raise_
@@ -200,6 +203,22 @@ def test_weights_that_ranks_have_shares_of_are_the_framework_s_to_gather() -> No
     results = values(run_ranks(sharded_vae, 2))
     assert [same for same, _ in results] == [True, True]
     assert all(reason.startswith("weights of the VAE are of torch.distributed.tensor") for _, (reason,) in results)
+
+
+def mode_on_one_rank(rank: int, size: int) -> tuple[bool, torch.dtype, list[str]]:
+    vae, latent = make_vae("2.1"), make_latent(3)
+    handle = parallelize_decode(vae, deadline=DEADLINE, uint8=True)
+    began = time.monotonic()
+    with FlopCounterMode(display=False) if rank == 0 else contextlib.nullcontext():
+        frames = vae.decode(latent).sample
+    return time.monotonic() - began < DEADLINE, frames.dtype, list(handle._reasons)
+
+
+def test_mode_on_one_rank_leaves_the_call_to_the_framework_on_all() -> None:
+    for in_time, dtype, reasons in values(run_ranks(mode_on_one_rank, 2)):
+        assert in_time
+        assert dtype == torch.uint8
+        assert reasons == ["a _FlopCounterMode is on, which would not see how the decode is computed"]
 
 
 def written_weights(rank: int, size: int) -> tuple[str, str, float]:

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from tests.unit.monitor.logs import END, folder_of, make_run, start_line, steps, write_log
 from wanshim.cli.main import app
+from wanshim.core.shared.processes import namespace
 from wanshim.errors import SettingInvalid, WanshimError
 from wanshim.monitor import runs as reading_runs
 from wanshim.monitor import status, terminal
@@ -99,10 +100,13 @@ def test_reused_pid_is_not_the_process(tmp_path: Path) -> None:
     assert kinds(tmp_path) == [("gone", 0)]
 
 
-@pytest.mark.parametrize("host", ["elsewhere", socket.gethostname()])
-def test_process_of_another_host_or_container_is_judged_by_its_silence(host: str, tmp_path: Path) -> None:
-    """A container in its host's network has the host's name."""
-    begin = start_line(pid=1, process_started=1, host=host, namespace="elsewhere")
+@pytest.mark.parametrize(
+    ("host", "where"),
+    [("elsewhere", "elsewhere"), (socket.gethostname(), "elsewhere"), ("elsewhere", namespace())],
+    ids=["host", "container in the network of its host", "host without a boot id"],
+)
+def test_process_of_another_host_or_container_is_judged_by_its_silence(host: str, where: str, tmp_path: Path) -> None:
+    begin = start_line(pid=1, process_started=1, host=host, namespace=where)
     write_log(make_run(tmp_path), [begin, *steps(20)])
     assert kinds(tmp_path) == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -55,11 +56,33 @@ def test_a_layer_that_cannot_compute_here_is_let_through() -> None:
     check_tokens_apart(lists(Broken(8, 8), nn.Linear(8, 8, device="meta"), Quantized(8, 8, dim=-1, device="meta")))
 
 
-def test_a_compiled_block_whose_graph_has_no_exchange_is_refused() -> None:
-    listed = lists(nn.Linear(8, 8), nn.Linear(8, 8))
-    listed[0].blocks[1][0].compile()
-    with pytest.raises(ModelInvalid, match=r"Sequential 1 is compiled by torch\.compile"):
-        check_tokens_apart(listed)
+def compilable() -> tuple[nn.Module, list[BlockList]]:
+    blocks = [nn.ModuleDict({"attn": nn.Sequential(nn.Linear(8, 8)), "ffn": nn.Linear(8, 8)}) for _ in range(2)]
+    model = nn.ModuleDict({"blocks": nn.ModuleList(blocks), "head": nn.Linear(8, 8)})
+    return model, [BlockList(blocks=blocks, exit=model["head"], attention="attn.0", projections=())]
+
+
+@pytest.mark.parametrize(
+    ("path", "named"),
+    [
+        ("", "ModuleDict"),
+        ("head", "Linear behind the blocks"),
+        ("blocks.1", "ModuleDict 1"),
+        ("blocks.1.attn", "attn of ModuleDict 1"),
+        ("blocks.1.attn.0", "attn.0 of ModuleDict 1"),
+    ],
+)
+def test_a_graph_in_which_tokens_would_be_exchanged_is_refused_by_name(path: str, named: str) -> None:
+    model, listed = compilable()
+    model.get_submodule(path).compile()
+    with pytest.raises(ModelInvalid, match=rf"^{re.escape(named)} is compiled by torch\.compile"):
+        check_tokens_apart(listed, model)
+
+
+def test_a_graph_beside_what_is_exchanged_is_let_through() -> None:
+    model, listed = compilable()
+    model["blocks"][0]["ffn"].compile()
+    check_tokens_apart(listed, model)
 
 
 def test_a_part_that_a_block_lacks_is_named() -> None:

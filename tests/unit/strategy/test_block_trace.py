@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -111,6 +113,31 @@ def test_a_block_that_the_program_compiles_is_compiled_after_it_as_before() -> N
     assert not compiled
     block(torch.ones(N))
     assert [set(devices) for devices in compiled] == [{"cpu"}]
+
+
+def test_traces_of_two_threads_leave_the_compiler_on() -> None:
+    class Waiting(Doubled):
+        """Ends its forward after that of the other one has begun or, once it has waited for that, without it."""
+
+        def __init__(self, begun: threading.Event, other: threading.Event) -> None:
+            super().__init__()
+            self.call = lambda: (begun.set(), other.wait(0.3))
+
+        def forward(self, x: torch.Tensor, *, shift: bool = False) -> torch.Tensor:
+            self.call()
+            return super().forward(x, shift=shift)
+
+    compiled: list[object] = []
+    torch._dynamo.reset()
+    double = torch.compile(lambda x: x * 2, backend=lambda graph, inputs: compiled.append(graph) or graph.forward)
+    begun = threading.Event(), threading.Event(), threading.Event()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(trace_block, Waiting(begun[0], begun[1]), (torch.empty(N),))
+        begun[0].wait(10)
+        second = pool.submit(trace_block, Waiting(begun[1], begun[2]), (torch.empty(N),))
+        assert first.result() == second.result()
+    double(torch.ones(1))
+    assert len(compiled) == 1
 
 
 class Moved(nn.Module):

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -267,4 +269,37 @@ def test_log_that_cannot_be_opened_leaves_its_place_to_the_next(tmp_path: Path) 
     (folder / file_name(0, "cpu")).rmdir()
     log = ProgressLog(folder, 0, ["cpu"])
     assert log.folder == folder
+    log.close()
+
+
+def test_removed_log_gives_way_to_a_job_that_has_made_the_folder_anew(tmp_path: Path) -> None:
+    first = ProgressLog(tmp_path / "run", 0, ["cpu"])
+    shutil.rmtree(tmp_path / "run")
+    second = ProgressLog(tmp_path / "run", 0, ["cpu"])
+    assert first.restore()
+    assert first.folder == tmp_path / "run-2"
+    assert not second.restore()
+    third = ProgressLog(tmp_path / "run", 0, ["cpu"])
+    assert third.folder == tmp_path / "run-3"
+    for log in (first, second, third):
+        log.close()
+
+
+def test_log_that_another_host_removes_from_a_share_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = ProgressLog(tmp_path / "run", 0, ["cpu"])
+    (file,) = log._files.values()
+    (tmp_path / "run" / file_name(0, "cpu")).unlink()
+    fstat = os.fstat
+
+    def stale(number: int) -> os.stat_result:
+        if number == file:
+            monkeypatch.setattr(os, "fstat", fstat)
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return fstat(number)
+
+    monkeypatch.setattr(os, "fstat", stale)
+    assert log.restore()
+    assert (tmp_path / "run" / file_name(0, "cpu")).exists()
     log.close()

@@ -26,7 +26,7 @@ from wanshim.core.shared.digest import digest, digest_weights
 from wanshim.core.shared.fallback import framework_computes, or_framework
 from wanshim.core.shared.gpu_memory import free_bytes
 from wanshim.core.shared.kernel_compiler import COMPILER, Kernel
-from wanshim.core.shared.plain import seen_by
+from wanshim.core.shared.plain import seen_by, traced_by
 from wanshim.core.shared.recent import Recent
 from wanshim.errors import ModelInvalid, RankAbsent, RankDisagreement, RanksFailed
 from wanshim.values import checked_seconds
@@ -190,12 +190,12 @@ class ParallelVae:
 
     def refuse_traced(self, *given: Any) -> None:
         """Raise VaeFallback where more is wanted than values: gradients of the input or of the weights, for which a
-        call keeps no graph, or what `seen_by` or a tensor of another class, such as a fake one, makes of each step."""
+        call keeps no graph, or what `traced_by` or a tensor of another class, such as a fake one, makes of a step."""
         tensors = [x for x in given if isinstance(x, torch.Tensor)]
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             raise VaeFallback(f"the {self.graph.source} wants gradients")
-        if (seen := seen_by()) is not None:
-            raise VaeFallback(f"{seen} is on, which would not see how the {self.graph.verb} is computed")
+        if (traced := traced_by()) is not None:
+            raise VaeFallback(f"the {self.graph.verb} is called inside {traced}")
         strange = [type(x) for x in tensors if type(x) not in (torch.Tensor, torch.nn.Parameter)]
         if strange:
             raise VaeFallback(f"the {self.graph.source} is a {strange[0].__module__}.{strange[0].__qualname__}")
@@ -298,6 +298,8 @@ class ParallelVae:
         """A rank that cannot take part says so, for all would wait."""
         asked: dict[str, Any] = {}
         try:
+            if (seen := seen_by()) is not None:  # said to all ranks: a mode that counts operations may be on on one
+                raise VaeFallback(f"{seen} is on, which would not see how the {self.graph.verb} is computed")
             asked = self._asked | {
                 "shape": list(given.shape),
                 "dtype": str(given.dtype),

@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import nn
 
-from wanshim.core.shared.plain import drops, is_compiled
+from wanshim.core.shared.plain import drops, is_one_graph
 from wanshim.errors import ModelInvalid
 
 
@@ -159,28 +159,42 @@ def check_no_dropout(lists: Sequence[BlockList]) -> None:
                 raise random_draw(block, index)
 
 
-def check_tokens_apart(lists: Sequence[BlockList]) -> None:
+def _refuse_graph(module: nn.Module, name: str) -> None:
+    if is_one_graph(module):
+        raise ModelInvalid(
+            f"{name} is compiled by torch.compile",
+            expected="a module that is not, because ranks exchange tokens inside it",
+            hint="Leave out the program's own torch.compile",
+        )
+
+
+def check_tokens_apart(lists: Sequence[BlockList], model: nn.Module | None = None) -> None:
     """Refuse blocks in which a token's values depend on the others beside attention: by dropout, or by a layer that
     quantizes all tokens with one scale. Such layers compute a few tokens here, which is not for every forward. And
-    refuse compiled ones, whose graphs have no exchange in them."""
+    refuse the program's own graphs if ranks would exchange tokens inside them.
+
+    Args:
+        model: that calls the blocks.
+    """
     check_no_dropout(lists)
+    if model is not None:
+        _refuse_graph(model, type(model).__name__)
     known = set()
     for listed in lists:
+        if listed.exit is not None:
+            _refuse_graph(listed.exit, f"{type(listed.exit).__name__} behind the blocks")
         for index, block in enumerate(listed.blocks):
-            if is_compiled(block):
-                raise ModelInvalid(
-                    f"{type(block).__name__} {index} is compiled by torch.compile",
-                    expected="blocks that are not, because ranks exchange tokens inside them",
-                    hint="Leave out the program's own torch.compile",
-                )
+            name = f"{type(block).__name__} {index}"
             for path, module in block.named_modules():
+                if listed.function or not path or any(f"{each}.".startswith(f"{path}.") for each in listed.inside):
+                    _refuse_graph(module, f"{path} of {name}" if path else name)
                 is_plain = type(module) is nn.Linear and type(module.weight) in (torch.Tensor, nn.Parameter)
                 if not isinstance(module, nn.Linear) or is_plain:
                     continue
                 kind = type(module), type(module.weight), module.weight.shape
                 if kind not in known and not _has_a_scale_a_token(module):
                     raise ModelInvalid(
-                        f"{path} of {type(block).__name__} {index} quantizes all tokens with one scale",
+                        f"{path} of {name} quantizes all tokens with one scale",
                         expected="a scale for each token, because ranks hold parts of a sample",
                         hint="Quantize activations by rows, or not at all",
                     )

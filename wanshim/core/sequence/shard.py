@@ -161,7 +161,7 @@ def shard_sequence(
             f"rank {dist.get_rank()} is not in the group of ranks {', '.join(map(str, ranks))}",
             hint="Call shard_sequence on the ranks of the group only",
         )
-    check_tokens_apart(lists)
+    check_tokens_apart(lists, model)
     agreement.ensure(group, call="shard_sequence")
     joined = SequenceGroup.of(group, deadline)
     attendance = Attendance(joined)

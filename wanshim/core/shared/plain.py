@@ -43,13 +43,18 @@ def why_not_plain(
     return None
 
 
-def seen_by() -> str | None:
-    """What sees each operation of a call that this thread makes now, and may record or change it; None: nothing does.
-    Kernels of ours and what another process computes would escape it."""
+def traced_by() -> str | None:
+    """`torch.jit.trace` or `torch.func`, if this thread runs inside it now, where a call makes more than values."""
     if torch._C._get_tracing_state() is not None:
         return "torch.jit.trace"
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return "torch.func"
+    return "torch.func" if torch._C._functorch.peek_interpreter_stack() is not None else None
+
+
+def seen_by() -> str | None:
+    """The mode, or as `traced_by`, that sees each operation of this thread now, and may record or change it; None: none
+    does. Kernels of ours and computations of another process would escape it."""
+    if (traced := traced_by()) is not None:
+        return traced
     modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
     others = (mode for mode in modes if not isinstance(mode, DeviceContext))  # of torch.set_default_device
     return next((f"a {type(mode).__qualname__}" for mode in others), None)
@@ -62,7 +67,12 @@ def drops(module: nn.Module) -> bool:
 
 def is_compiled(model: nn.Module) -> bool:
     """Whether torch.compile has compiled it, or a part of it."""
-    return any(is_optimized(module) or module._compiled_call_impl is not None for module in model.modules())
+    return any(map(is_one_graph, model.modules()))
+
+
+def is_one_graph(module: nn.Module) -> bool:
+    """Whether torch.compile has compiled a call of it, with all that it calls."""
+    return is_optimized(module) or module._compiled_call_impl is not None
 
 
 def is_optimized(value: Any) -> bool:

@@ -129,10 +129,11 @@ class ProgressLog:
         Returns:
             Whether it was so, and there are new ones.
         """
-        if all(os.fstat(file).st_nlink for file in self._files.values()):
-            return False
-        self.close()
+        with suppress(OSError):  # a share does not know a file any more that another host has removed
+            if all(os.fstat(file).st_nlink for file in self._files.values()):
+                return False
         try:
+            self.close()
             self._open()
         except (OSError, WanshimError) as error:
             log.warning("wanshim: the progress log in %s was removed, and ends: %s", self.folder, error)
@@ -159,7 +160,8 @@ class ProgressLog:
             os.close(self._files.popitem()[1])
         if self._lock.file >= 0:
             with suppress(OSError):
-                (self.folder / self._lock_name).unlink()
+                if os.fstat(self._lock.file).st_nlink:  # else it is another job's that has the name now
+                    (self.folder / self._lock_name).unlink()
             self._lock.close()
 
 
