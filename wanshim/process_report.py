@@ -9,9 +9,12 @@ WANSHIM_STRICT a process fails at its end if a feature that the user named was c
 
 from __future__ import annotations
 
+import _posixsubprocess
 import atexit
+import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -34,6 +37,7 @@ SILENT = (State.REGISTERED.value, State.ABSENT.value, State.OFF.value)
 DONE = (State.EXERCISED.value, State.UNNEEDED.value)
 ON_REQUEST = signal.SIGUSR2
 LOCK_WAIT_S = 2.0
+STARTS = ((os, "fork"), (os, "posix_spawn"), (_posixsubprocess, "fork_exec"), (subprocess, "_fork_exec"))
 AGAIN_S = 5.0  # in which a signal to end that comes again is the same one
 
 
@@ -69,7 +73,7 @@ class ProcessReport:
         self._ending: float | None = None  # since when, by a signal
         self._ended_in = 0  # the process that has printed its end: a forked child has one of its own
         self._started_in = os.getpid()
-        self._is_child = any("multiprocessing." in argument for argument in sys.orig_argv)
+        self._is_child = any(argument.startswith("from multiprocessing.") for argument in sys.orig_argv)
 
     def begin(self, read: settings.Settings) -> None:
         """Print from now on what `read` asks for."""
@@ -122,9 +126,13 @@ class ProcessReport:
     def _end_by(self, number: int, frame: object) -> None:
         if self._ending is None:
             self._ending = time.monotonic()
+            _hold_starts()
             with suppress(Exception):
                 if self._can_look():
                     self.end()
+            for worker in multiprocessing.active_children():
+                if worker.daemon:  # as Python ends them at its exit: a pool may have replaced those that got the signal
+                    worker.terminate()
         elif time.monotonic() - self._ending < AGAIN_S:  # a group's end, which the launcher passes on besides
             return
         signal.signal(number, signal.SIG_DFL)
@@ -246,6 +254,24 @@ class ProcessReport:
 def _ran_beneath_another(row: ReportRow) -> bool:
     """Whether what the program put on top of a feature has called it."""
     return row.state == State.DISPLACED.value and row.calls > row.failed_calls
+
+
+def _hold_starts() -> None:
+    """No other thread starts a process from now on: without the report this one would have ended already, and a pool
+    replaces workers that the same signal has ended by ones that it does not reach."""
+    ender = threading.get_ident()
+
+    def held(start: Callable[..., int]) -> Callable[..., int]:
+        def start_unless_held(*args: Any, **kwargs: Any) -> int:
+            while threading.get_ident() != ender:
+                time.sleep(AGAIN_S)
+            return start(*args, **kwargs)
+
+        return start_unless_held
+
+    for module, name in STARTS:
+        if hasattr(module, name):  # subprocess has its own name for it from Python 3.11 on
+            setattr(module, name, held(getattr(module, name)))
 
 
 def _end_as_interrupted() -> None:

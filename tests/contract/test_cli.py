@@ -23,7 +23,7 @@ from wanshim import activation, settings
 from wanshim.cli import main
 from wanshim.core.shared import gpus
 from wanshim.doctor import diagnosis, known_engines
-from wanshim.select import catalog, matrix
+from wanshim.select import catalog, decision, matrix
 
 ROOT = Path(__file__).parents[2]
 PUBLIC_NAMES = Path(__file__).with_name("public_names.json")
@@ -68,6 +68,20 @@ def test_file_that_cannot_be_made_is_one_line_and_no_traceback(command: Command,
     assert (status, err) == (2, f"wanshim: [Errno 17] File exists: '{file}'\n")
 
 
+@pytest.mark.parametrize(
+    ("demo", "package"), [("", "torch"), ("resume", "peft"), ("decode", "torch"), ("generate", "torch")]
+)
+def test_demo_without_a_package_that_it_needs_names_it(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, demo: str, package: str
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find_spec(name))
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.chdir(tmp_path)
+    status, _, err = command("demo", *demo.split())
+    assert (status, err) == (2, f"wanshim: {package} is not installed. pip install 'wanshim[demo]'.\n")
+
+
 def test_ctrl_c_ends_a_command_by_the_status_of_the_signal_and_says_nothing(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,6 +99,17 @@ def test_ctrl_c_ends_a_command_by_the_status_of_the_signal_and_says_nothing(
 def sentence(out: str, feature: str) -> str:
     (line,) = (line.strip() for line in out.splitlines() if line.strip().startswith(f"{feature}:"))
     return line
+
+
+def test_doctor_lists_a_framework_whose_source_is_importable_without_a_distribution(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decision, "installed_version", lambda _: None)
+    status, out, _ = command("doctor")
+    assert status == 0
+    assert "diffsynth (not installed as a distribution)" in out.splitlines()
+    assert "its code is that of" in sentence(out, "diffsynth.progress")
+    assert "Not installed: fastvideo, vllm_omni." in out.splitlines()
 
 
 def test_doctor_says_of_each_feature_of_an_installed_framework_what_to_type(command: Command) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from importlib import metadata
 
 import pytest
@@ -100,6 +101,28 @@ def test_sigterm_that_comes_again_meanwhile_leaves_the_report_whole() -> None:
     status, lines = finish(process)
     assert status == -signal.SIGTERM
     assert REPORT in lines[-1]
+
+
+POOL = """
+import multiprocessing
+os.setsid()
+pool = multiprocessing.get_context("spawn").Pool(2)
+pool.map(abs, range(2))
+"""
+
+
+def test_sigterm_of_a_group_leaves_no_worker_that_a_pool_starts_during_the_report() -> None:
+    process = start(ACTIVATE, MEET, POOL, "meet(); wait()")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        _, errors = process.communicate(timeout=60)  # until no process has the streams
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == -signal.SIGTERM
+    assert REPORT in errors
 
 
 def test_sigterm_that_the_program_handles_is_its_own() -> None:

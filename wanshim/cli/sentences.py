@@ -27,10 +27,12 @@ def of_diagnosis(result: Diagnosis, *, everything: bool = False) -> Iterator[Lin
     away = []
     for framework, rows in groupby(result.rows, key=lambda row: row.framework):
         members = list(rows)
-        if members[0].version is None and not everything and not any(row.feature in result.missing for row in members):
+        is_away = members[0].version is None and all(row.verdict == "absent" for row in members)
+        if is_away and not everything and not any(row.feature in result.missing for row in members):
             away.append(framework)
             continue
-        yield f"{framework} {members[0].version or '(not installed)'}", "bold"
+        no_version = "(not installed)" if is_away else "(not installed as a distribution)"
+        yield f"{framework} {members[0].version or no_version}", "bold"
         for row in members:
             yield f"  {_sentence(row, result, everything)}", _colour(row, result)
         yield "", ""

@@ -29,12 +29,12 @@ console = Console()
 def run(*, frames: int, ranks: int, mode: str, fast: bool, output: Path, video: Path | None) -> None:
     """A real clip through a tiny Wan VAE, decoded by one process and by several: plan, speed, difference."""
     # On as many GPUs as processes where there are enough, else on the CPU, one thread each.
-    import torch.multiprocessing as processes
-
     clip.check_frames(frames)
     if ranks < 1:
         raise WanshimError(f"--ranks {ranks}", expected="1 or more processes")
-    check_installed("diffusers", "av")
+    check_installed("torch", "diffusers", "av")
+    import torch.multiprocessing as processes
+
     source = clip.find(video)
     output.mkdir(parents=True, exist_ok=True)
     console.print(f"clip        {source}", highlight=False)

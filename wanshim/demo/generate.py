@@ -20,7 +20,7 @@ def run(*, gpus: int, steps: int) -> None:
     """A tiny Wan pipeline, denoised by one process, by two and by several: plans, speed, difference."""
     if gpus < 2 or steps < 1:
         raise WanshimError(f"--gpus {gpus} --steps {steps}", expected="two or more processes, one or more steps")
-    check_installed("diffusers")
+    check_installed("torch", "diffusers")
     import torch
 
     import wanshim

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from wanshim.demo import clip
-from wanshim.demo.train import ACCUMULATION, ALONE, Way, arguments, console, train
+from wanshim.demo.comparison import check_installed
+from wanshim.demo.train import ACCUMULATION, ALONE, PACKAGES, Way, arguments, console, train
 
 RESUMED = Way("resumed", {"WANSHIM_RESUME": "auto", "WANSHIM_SAVE_EVERY": "1"})
 
@@ -13,6 +14,7 @@ RESUMED = Way("resumed", {"WANSHIM_RESUME": "auto", "WANSHIM_SAVE_EVERY": "1"})
 def run(*, steps: int, output: Path, video: Path | None) -> None:
     """A DiffSynth training is killed and goes on by the same command; compared with one that was not killed."""
     # It is killed in the first micro-batch of the last step but one. States of an earlier demo in the folder are left.
+    check_installed(*PACKAGES)
     import torch
     from safetensors.torch import load_file
 

@@ -15,9 +15,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from wanshim.demo import clip
+from wanshim.demo.comparison import check_installed
 from wanshim.errors import WanshimError
 
 ACCUMULATION = 2
+PACKAGES = ("torch", "diffsynth", "accelerate", "peft")
 PLANS = ("split", "sequence")
 WITHIN = 0.02  # of a loss: bf16 rounds in another order where tokens are sharded
 console = Console()
@@ -58,6 +60,7 @@ def run(*, frames: int, plan: str, devices: str, steps: int, output: Path, video
         raise WanshimError(f"--plan {plan}", expected=f"one of {', '.join(PLANS)}")
     if plan == "sequence" and named:
         raise WanshimError("--plan sequence with --devices", expected="no devices: each process has one GPU")
+    check_installed(*PACKAGES)
     source = clip.find(video)
     console.print(f"clip        {source}")
     if plan == "split":
