@@ -9,12 +9,9 @@ WANSHIM_STRICT a process fails at its end if a feature that the user named was c
 
 from __future__ import annotations
 
-import _posixsubprocess
 import atexit
-import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -37,7 +34,7 @@ SILENT = (State.REGISTERED.value, State.ABSENT.value, State.OFF.value)
 DONE = (State.EXERCISED.value, State.UNNEEDED.value)
 ON_REQUEST = signal.SIGUSR2
 LOCK_WAIT_S = 2.0
-STARTS = ((os, "fork"), (os, "posix_spawn"), (_posixsubprocess, "fork_exec"), (subprocess, "_fork_exec"))
+STARTS = (("os", "fork"), ("os", "posix_spawn"), ("_posixsubprocess", "fork_exec"), ("subprocess", "_fork_exec"))
 AGAIN_S = 5.0  # in which a signal to end that comes again is the same one
 
 
@@ -130,7 +127,8 @@ class ProcessReport:
             with suppress(Exception):
                 if self._can_look():
                     self.end()
-            for worker in multiprocessing.active_children():
+            pools = sys.modules.get("multiprocessing")  # what is not imported has started nothing
+            for worker in pools.active_children() if pools is not None else ():
                 if worker.daemon:  # as Python ends them at its exit: a pool may have replaced those that got the signal
                     worker.terminate()
         elif time.monotonic() - self._ending < AGAIN_S:  # a group's end, which the launcher passes on besides
@@ -270,8 +268,8 @@ def _hold_starts() -> None:
         return start_unless_held
 
     for module, name in STARTS:
-        if hasattr(module, name):  # subprocess has its own name for it from Python 3.11 on
-            setattr(module, name, held(getattr(module, name)))
+        if (start := getattr(sys.modules.get(module), name, None)) is not None:
+            setattr(sys.modules[module], name, held(start))
 
 
 def _end_as_interrupted() -> None:
