@@ -68,7 +68,8 @@ def _before(model: Any) -> Callable[[Sequence[torch.Tensor]], None]:
             groups.append(group)
         for hook in _of_accelerate(module):
             if type(hook).__name__ == "CpuOffload":
-                hook.pre_forward(torch.nn.Linear(1, 1, device=hook.execution_device))
+                # A layer would draw its weights from the program's generator.
+                hook.pre_forward(torch.nn.ParameterList([torch.empty(0, device=hook.execution_device)]))
             elif hook.offload:
                 layers.append((module, hook.weights_map))
     return partial(_follow, groups, layers)
