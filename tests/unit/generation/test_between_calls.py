@@ -19,9 +19,10 @@ import torch
 
 from tests.unit.generation import toy
 from tests.unit.workers.forked import forked  # noqa: F401, a fixture
-from wanshim.core.generation import PipelineBinding, Request, SharedPipeline, shared_pipeline
+from wanshim.core.generation import PipelineBinding, Request, SharedPipeline, first_forward, shared_pipeline
 from wanshim.core.generation.job import GenerationJob
 from wanshim.core.shared.weight_bytes import num_bytes
+from wanshim.core.workers import Workers
 from wanshim.errors import WorkersFailed
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("forked")]
@@ -75,6 +76,55 @@ def test_worker_that_was_killed_between_two_calls_is_an_error_and_the_same_proce
         assert (call() - expected).abs().max() <= 1e-5 * expected.abs().max()
     finally:
         shared.close()
+
+
+def test_workers_that_do_not_start_leave_the_call_to_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NCCL does not where another program has taken the memory of a GPU."""
+    model = toy.Model()
+    expected = toy.generate(model, 11)
+    shared = SharedPipeline(Request(gpus=2), deadline=240.0)
+
+    def call() -> torch.Tensor:
+        return shared.run(partial(toy.bind, model), partial(toy.generate, model, tokens=11))
+
+    def fail(workers: Workers) -> None:
+        raise WorkersFailed("NCCL does not connect cuda:0 with its workers: CUDA error: out of memory")
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(Workers, "_wait_for_start", fail)
+            assert torch.equal(call(), expected)
+        assert shared.plan is not None
+        assert shared.plan.gpus == 1
+        assert "did not start: NCCL does not connect" in str(shared.plan.rejected)
+        assert shared.pids == ()
+        assert torch.equal(call(), expected)
+        assert shared.plan.gpus == 2, "the next call tries again"
+    finally:
+        shared.close()
+
+
+def test_copy_of_a_compiled_model_computes_first_behind_the_program_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By then the kernels that were the fastest there are on disk."""
+    model = toy.Model()
+    order: list[str] = []
+    call, check = Workers.call, first_forward._check
+    monkeypatch.setattr(
+        first_forward, "_check", lambda *given: order.clear() or check(*given) or compared.extend(order)
+    )
+    monkeypatch.setattr(Workers, "call", lambda *args, **kwargs: order.append("there") or call(*args, **kwargs))
+    compute = torch.nn.Module.__call__
+    monkeypatch.setattr(toy.Model, "__call__", lambda *args, **kwargs: order.append("here") or compute(*args, **kwargs))
+    for is_compiled, expected in ((True, ["here", "there"]), (False, ["there", "here"])):
+        bound = toy.bind(model, compares=True)
+        bound = replace(bound, forwards=(replace(bound.forwards[0], is_compiled=is_compiled),))
+        shared = SharedPipeline(Request(gpus=2), deadline=240.0)
+        compared: list[str] = []
+        try:
+            shared.run(lambda bound=bound: bound, partial(toy.generate, model, tokens=11))
+        finally:
+            shared.close()
+        assert compared == expected
 
 
 def test_estimate_of_what_a_worker_holds_has_the_vae(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,24 @@ def test_visible_devices_are_counted_as_cuda_reads_them(
     assert gpus.in_sight(visible) == count
 
 
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [(None, "2,1,0,3"), ("3,1, 0", "0,1,3"), ("GPU-1,GPU-2,GPU-3", "GPU-3,GPU-2,GPU-1"), ("0,1,2,9", "2,1,0")],
+)
+def test_two_devices_exchange_their_numbers(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: str
+) -> None:
+    loads(monkeypatch, 4)
+    assert gpus.exchanged(visible, 0, 2) == expected
+
+
+def test_devices_that_cannot_be_counted_keep_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads(monkeypatch, None, others=(Path("/"),))
+    assert gpus.exchanged(None, 0, 1) is None
+    loads(monkeypatch, 4)
+    assert gpus.exchanged("0,1", 0, 2) is None
+
+
 def test_machine_without_a_driver_has_none_and_one_with_another_driver_is_not_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.reduction import DupFd
 from typing import Any
 
@@ -20,7 +20,7 @@ from wanshim.core.workers import process
 class _Forked:
     """What the pool uses of `subprocess.Popen`."""
 
-    def __init__(self, command: Sequence[str], descriptors: Sequence[int]) -> None:
+    def __init__(self, command: Sequence[str], descriptors: Sequence[int], environment: Mapping[str, str]) -> None:
         end, paths = int(command[3]), list(command[5:])
         self._process: Any = forking().Process(target=_Worker(end, paths, descriptors), daemon=True)
         self._process.start()

@@ -121,7 +121,7 @@ def test_a_forked_process_leaves_them_alone() -> None:
 
 
 def test_where_no_process_can_be_started_the_program_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(file: int) -> process.Worker:
+    def fail(file: int, other: int) -> process.Worker:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     with monkeypatch.context() as patch:

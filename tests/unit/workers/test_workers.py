@@ -19,11 +19,14 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.unit.workers import functions
 from tests.unit.workers.forked import forked  # noqa: F401, a fixture
+from wanshim.core.shared import gpus
 from wanshim.core.streaming import HostCopy
 from wanshim.core.streaming.host_copy import bytes_when_streamed
-from wanshim.core.workers import Workers
+from wanshim.core.workers import Workers, numerics
 from wanshim.core.workers import pool as pool_module
-from wanshim.core.workers.packing import elements, pack
+from wanshim.core.workers.mover import file_of_a_store
+from wanshim.core.workers.packing import elements, pack, unpack
+from wanshim.core.workers.process import Worker
 from wanshim.errors import WanshimError, WorkersFailed, WorkersInvalid
 
 CPU = torch.device("cpu")
@@ -311,6 +314,47 @@ def test_a_worker_that_a_signal_ends_is_named(pool, model, number):
     with pytest.raises(WorkersFailed, match=f"was ended by {number.name}"):
         result(pool, functions.end_by, number)
     assert pool.pids == ()
+
+
+@pytest.mark.slow
+def test_a_worker_sees_its_gpu_by_the_number_of_the_program_s_own(monkeypatch):
+    monkeypatch.setattr(gpus, "in_sight", lambda visible: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    file = file_of_a_store()
+    worker = Worker(file, own=1, other=3)
+    try:
+        for device, there in (("cuda:3", "cuda:1"), ("cuda:1", "cuda:3"), ("cuda:2", "cuda:2"), ("cpu", "cpu")):
+            worker.assign(torch.device(device), 60.0)
+            assert worker.device_there == there
+            assert str(worker) == f"the worker on {device} (process {worker.process.pid}{there_if(device, there)})"
+        monkeypatch.setenv("WANSHIM_TEST_VARIABLE", "changed since it started")
+        worker.load("", ())
+        worker.link.send(("start", "cpu"))
+        assert worker.link.receive(60.0)[0] == "ready"
+        for name, value in (("CUDA_VISIBLE_DEVICES", "0,3,2,1"), ("WANSHIM_TEST_VARIABLE", "changed since it started")):
+            packed, _ = pack((functions.variable, (name,), {}), CPU)
+            worker.link.send(("call", numerics.read(CPU), packed))
+            assert unpack(worker.link.receive(60.0)[1], []) == value
+    finally:
+        worker.end()
+        os.close(file)
+
+
+def there_if(device, there):
+    return "" if device == there else f", {there} there"
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_worker_without_memory_for_a_copy_leaves_the_call_to_the_program(model):
+    workers = Workers(CPU, [CPU], deadline=60)
+    workers.hold(model)
+    workers.call(0, functions.limit_memory, 2**26).result()
+    with pytest.raises(WorkersInvalid, match=r"the worker on cpu .* cannot take its copy: .*allocate"):
+        workers.hold(nn.Linear(2**14, 2**13))
+    assert workers.pids == ()
+    workers.hold(model)
+    assert equal(workers, model)
+    workers.close()
 
 
 @pytest.mark.slow

@@ -63,7 +63,8 @@ def compare(
     together: Mapping[tuple[int, ...], Callable[[Any, Any, float], Any]],
 ) -> None:
     """Have the first workers, which hold the forward's modules, compute it on a few tokens, at the same time as this
-    process: weights may still be on their way to host memory, and kernels be compiled.
+    process: weights may still be on their way to host memory, and kernels be compiled. If the program has compiled it,
+    they compute behind this process: the compiler takes the fastest of several kernels, and then they find its choice.
 
     Args:
         whole: on all tokens, of each size: it is compiled for sizes.
@@ -99,11 +100,17 @@ def _check(
             args, kwargs = forward.few(args, kwargs)
     except Exception:  # no forward of so few tokens
         return
+
+    def computed_here() -> list[torch.Tensor] | None:
+        with contextlib.suppress(Exception):  # of so few tokens, or of this size
+            return tree_leaves(forward.function(*args, **kwargs))
+        return None
+
+    mine = computed_here() if forward.is_compiled else None
     calls = [workers.call(place, forward.function, *args, **kwargs) for place in range(count)]
-    mine: list[torch.Tensor] | None = None
+    if not forward.is_compiled:
+        mine = computed_here()
     failed, differs = None, False
-    with contextlib.suppress(Exception):  # of so few tokens, or of this size
-        mine = tree_leaves(forward.function(*args, **kwargs))
     for call in calls:  # all replies are received, whatever one says
         try:
             theirs = tree_leaves(call.result(spare=True))

@@ -603,7 +603,10 @@ class _Call:
         if not missing:
             return
         self._streams.end()  # what is copied is the model as its classes made it
-        workers.start()  # before pages are fetched and locked: CUDA's other calls wait for that
+        try:
+            workers.start()  # before pages are fetched and locked: CUDA's other calls wait for that
+        except WorkersFailed as error:
+            raise NotShared(f"its workers did not start: {error.found}") from error
         brought = self._bring(models, shared=self._plan.streamed) if self._plan.replaces_offload else {}
         for name, module in missing.items():
             if self._binding.offload is not None and module not in brought:

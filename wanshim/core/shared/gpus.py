@@ -43,6 +43,21 @@ def in_sight(visible: str | None) -> int | None:
     return len(valid) if len(set(valid)) == len(valid) else 0
 
 
+def exchanged(visible: str | None, one: int, other: int) -> str | None:
+    """CUDA_VISIBLE_DEVICES for a process in which two devices have exchanged their numbers; None where it cannot be
+    known which GPUs this one sees.
+
+    Args:
+        visible: as of `in_sight`.
+    """
+    count = in_sight(visible)
+    if count is None or max(one, other) >= count:
+        return None
+    entries = list(map(str, range(count))) if visible is None else [entry.strip() for entry in visible.split(",")]
+    entries[one], entries[other] = entries[other], entries[one]
+    return ",".join(entries[:count])
+
+
 def names() -> set[str] | None:
     """The names of this machine's GPUs, as torch has them; None where they cannot be known."""
 

@@ -10,12 +10,13 @@ import contextlib
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 from wanshim.core.shared.forks import Owner
 
 from .link import LinkLost
 from .mover import file_of_a_store
-from .process import Worker, occupy_standard_descriptors
+from .process import Worker, occupy_standard_descriptors, visible_devices
 
 
 class _Ahead:
@@ -25,26 +26,26 @@ class _Ahead:
         self._owner = Owner("workers that wait")
         self._lock = threading.Lock()
         self._workers: list[Worker] = []
-        self._found_by: tuple[list[str], Path] | None = None
+        self._found_by: tuple[Any, ...] | None = None
         atexit.register(self.end)
 
     def start(self, count: int, imports: tuple[str, ...]) -> None:
         """Start so many, which import these modules and wait. If one cannot be started, the first call says why."""
         with self._lock, contextlib.suppress(OSError, RuntimeError, LinkLost):
             occupy_standard_descriptors()
-            self._found_by, file = _what_finds_modules(), file_of_a_store()
-            for _ in range(count):
-                self._workers.append(Worker(file))
+            self._found_by, file = _what_finds(), file_of_a_store()
+            for number in range(1, 1 + count):  # of the GPUs that a program uses which names none
+                self._workers.append(Worker(file, other=number))
                 self._workers[-1].load("", imports)
 
     def take(self, count: int) -> list[Worker]:
         """Those that there are of so many; they share a file. The others end, and so do all if a new process would
-        find modules elsewhere by now."""
+        find modules elsewhere by now, or other GPUs."""
         if not self._owner.is_here:
             return []
         with self._lock:
             here, self._workers = self._workers, []
-        count = count if self._found_by == _what_finds_modules() else 0
+        count = count if self._found_by == _what_finds() else 0
         taken = [worker for worker in here if not worker.how_it_ended(0.0)][:count]
         for worker in here:
             if worker not in taken:
@@ -56,10 +57,10 @@ class _Ahead:
         self.take(0)
 
 
-def _what_finds_modules() -> tuple[list[str], Path]:
-    """The state that a process has from its start; its variables become this one's when it is taken. The folder, which
-    may be gone, is what a part of sys.path may be relative to."""
-    return list(sys.path), Path("/proc/self/cwd").readlink()
+def _what_finds() -> tuple[Any, ...]:
+    """The state that a process has from its start; its other variables become this one's when it is taken. The folder,
+    which may be gone, is what a part of sys.path may be relative to."""
+    return list(sys.path), Path("/proc/self/cwd").readlink(), visible_devices()
 
 
 AHEAD = _Ahead()

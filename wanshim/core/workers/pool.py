@@ -143,12 +143,16 @@ class Workers:
             waiting = AHEAD.take(len(self.devices))
             self._running.file = waiting[0].file if waiting else file_of_a_store()
             for device in self.devices:
-                worker = waiting.pop() if waiting else Worker(self._running.file)
+                worker = waiting.pop(0) if waiting else self._new(device)
                 self._running.workers.append(worker)
                 self._running.copies.append(Copies())
                 worker.assign(device, self.deadline)
             for worker in self._running.workers:
                 worker.load(self._prepare, tuple(imports))
+
+    def _new(self, device: torch.device) -> Worker:
+        assert self._running.file is not None, "the workers run"
+        return Worker(self._running.file, self.device.index or 0, device.index or 0)
 
     def start(self) -> None:
         """Start the workers, and wait until each has its device and they are connected.
@@ -285,7 +289,9 @@ class Workers:
             workers[place].link.send(("hold", key, packed, update.numbers, new, update.dropped, set_up, placed))
             alike[tuple(at for at in new if at not in offsets)][place + 1] = workers[place].link
         for place in updates:
-            self._reply(workers[place])  # it has the memory for it
+            reply = workers[place].link.receive(self.deadline)
+            if reply[0] == "failed":  # before anything was sent, as without the memory for it
+                raise WorkersInvalid(f"{workers[place]} cannot take its copy: {reply[1]}")
         for new, links in alike.items():
             moved = (tensors[at].cpu() if packed.specs[at].on_host else tensors[at].to(self.device) for at in new)
             self._running.mover.send(moved, links)
@@ -349,7 +355,7 @@ class Workers:
 
     def _wait_for_start(self) -> None:
         for worker in self._running.workers:
-            worker.link.send(("start", str(worker.device)))
+            worker.link.send(("start", worker.device_there))
         for worker in self._running.workers:
             self._reply(worker)
             worker.link.limit_silence(_SILENCE_SECONDS)
