@@ -22,6 +22,22 @@ ENTRY_POINTS = {
     "wanshim/pipelines.py:parallelize_pipeline": "a call of the user's, which no activation preceded",
 }
 
+# What torch computes with a random generator, unless it is given one, and layers, which draw their weights.
+DRAWS = {
+    "bernoulli",
+    "bernoulli_",
+    "exponential_",
+    "log_normal_",
+    "multinomial",
+    "normal",
+    "normal_",
+    "rand",
+    "rand_like",
+}
+DRAWS |= {"randint", "randint_like", "randn", "randn_like", "random_", "randperm", "uniform_"}
+LAYERS = {"Bilinear", "Conv1d", "Conv2d", "Conv3d", "Embedding", "Linear", "MultiheadAttention"}
+OWN_PROGRAMS = ("wanshim/cli/", "wanshim/demo/")  # no program's code runs in these processes
+
 # A switch is a variable, an option of a command line, or the launcher that takes it.
 SWITCH = re.compile(r"WANSHIM_|\baccelerate launch\b|\btorchrun\b|(?<![\w-])--[a-z][a-z0-9_-]+")
 
@@ -55,6 +71,27 @@ def readers(source: str) -> Counter[str]:
 
     visit(ast.parse(source), "module")
     return found
+
+
+def draws(source: str) -> list[str]:
+    """Calls that would take numbers from the generators of the program."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        owner = ast.unparse(node.func.value)
+        is_layer = node.func.attr in LAYERS and owner in ("nn", "torch.nn") and given.get("device") != "'meta'"
+        if is_layer or (node.func.attr in DRAWS and "generator" not in given and owner != "random"):
+            found.append(f"{node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+def test_no_number_is_drawn_from_the_generators_of_the_program() -> None:
+    assert len(draws("torch.randn(3)\nx.normal_()\nnn.Linear(1, 1, device=device)")) == 3
+    names = {path.relative_to(ROOT).as_posix(): path for path in SOURCES}
+    found = {name: draws(path.read_text()) for name, path in names.items() if not name.startswith(OWN_PROGRAMS)}
+    assert {name: each for name, each in found.items() if each} == {}
 
 
 def test_no_function_takes_a_frameworks_call_as_a_bare_dictionary() -> None:
