@@ -14,7 +14,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -162,13 +162,10 @@ def _probed(attention: Attention, sizes: tuple[int, ...], dtype: torch.dtype, de
         import math
 
         count = math.prod(sizes)
-        waves = [torch.arange(count, device=device).add(shift).sin().to(dtype).view(sizes) for shift in (0, 1, 2)]
-        inputs = [wave.requires_grad_() for wave in waves]
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            try:
-                output = attention(*inputs)
-            except Exception:  # the caller's own call says why
-                return
+        with suppress(Exception), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            waves = [torch.arange(count, device=device).add(shift).sin().to(dtype).view(sizes) for shift in (0, 1, 2)]
+            inputs = [wave.requires_grad_() for wave in waves]
+            output = attention(*inputs)  # of what it raises, or a lack of memory, the caller's own call says why
             try:
                 gradients = torch.autograd.grad(output.sum(), inputs, allow_unused=True)
             except Exception:  # the output is cut from the graph, or nobody wrote a backward

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from tests.contract.diffsynth.ddp_jobs import forked
 from tests.contract.diffsynth.ddp_worker import Job
 from tests.contract.diffsynth.kernels import WITHOUT, Kernel, install, other, sage, values_alone
 from tests.contract.diffsynth.launched import call
+from wanshim.adapters.diffsynth import attention_gradient
 from wanshim.adapters.diffsynth.kept_attention import refusal
 
 FEATURE, SPLIT = "diffsynth.attention_gradient", "diffsynth.model_split"
@@ -111,6 +114,15 @@ def test_both_passes_of_a_checkpoint_take_one_kernel(
         expected = torch.autograd.grad(by_torch([2 * x, x, x]).sum(), x)[0]
         assert torch.equal(x.grad, expected)
     assert set(ran) == {gradient}  # the second pass of the other kind ends with the last tensor that backward needs
+
+
+def test_kernel_that_cannot_be_tried_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU whose memory is full: the caller's own call says so."""
+    raised: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    nowhere = torch.device("cuda", torch.cuda.device_count())
+    assert attention_gradient._probed(lambda q, k, v: q, (1, 16, 128), torch.bfloat16, nowhere)
+    assert raised == []
 
 
 @pytest.mark.slow
