@@ -207,7 +207,7 @@ class SharedPipeline:
     def group(self, half: tokens.Half) -> SequenceGroup:
         """This process's end of its half."""
         assert self._workers is not None
-        return self._all.group(half, self._workers.file)
+        return self._all.group(half, self._workers)
 
     def make_room(self, plan: GenerationPlan, free: Mapping[str, int | None], models: list[nn.Module]) -> None:
         """Have workers free copies of other pipelines' models if a device of this plan has no memory beside them."""

@@ -59,13 +59,14 @@ class SharedWorkers:
             self._workers[own] = here
         return here
 
-    def group(self, half: tokens.Half, file: int) -> SequenceGroup:
-        """This process's end of its half, among the processes that have this file."""
-        key = file, half
+    def group(self, half: tokens.Half, workers: Workers) -> SequenceGroup:
+        """This process's end of its half, among the processes that have the workers' file."""
+        key = workers.file, half
         if key not in self._groups:
-            if any(other != file for other, _ in self._groups):  # of workers that are gone
+            if any(other != workers.file for other, _ in self._groups):  # of workers that are gone
                 tokens.close_all(self._groups)
-            self._groups[key] = tokens.join(half, file, 0)
+            self._groups[key] = tokens.join(half, workers.file, 0)
+            workers.ends_with(self._groups[key].close)
         return self._groups[key]
 
     def leave(self, user: SharedPipeline) -> None:

@@ -69,6 +69,7 @@ def prepare(workers: Workers, size: int, vae: Any, *, fast: bool) -> None:
     """
     file, number = workers.file, workers.key(vae)
     parallel = of(vae, "decode", file, number, 0, size, workers.deadline, fast)
+    workers.ends_with(parallel.abandon)
     calls = [
         workers.call(rank - 1, connect, vae, file, number, rank, size, workers.deadline, fast)
         for rank in range(1, size)
@@ -88,6 +89,7 @@ def run(workers: Workers, size: int, vae: Any, verb: str, given: torch.Tensor, *
     """
     file, number = workers.file, workers.key(vae)
     parallel = of(vae, verb, file, number, 0, size, workers.deadline, fast)
+    workers.ends_with(parallel.abandon)
     parallel.refuse_traced(given)
     calls = [
         workers.call(rank - 1, compute, vae, verb, file, number, rank, size, workers.deadline, fast, given)
