@@ -676,6 +676,22 @@ def test_dataset_with_other_files_stops_the_start_and_begins_its_epoch_where_it_
     assert len(seen(tmp_path, 0, 2)) == 14
 
 
+@pytest.mark.slow
+def test_epoch_that_has_ended_is_not_trained_again_with_another_dataset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with samples that are added after a run, for one epoch more."""
+    wanshim.activate(f"none,{NAME}")
+    train(tmp_path, epochs=1)
+    lora = files(tmp_path)
+    monkeypatch.setenv("WANSHIM_RESUME", "auto,+dataset,+num_epochs")
+    wanshim.activate(f"none,{NAME}")
+    train(tmp_path, epochs=2, samples=8, attempt=1)
+    assert len(seen(tmp_path, 0, 1)) == 8
+    assert files(tmp_path).keys() - lora.keys() == {"epoch-1.safetensors"}
+    assert files(tmp_path)["epoch-0.safetensors"] == lora["epoch-0.safetensors"]
+
+
 def test_samples_a_step_are_not_changed_whatever_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanshim.activate(f"none,{NAME}")
     with pytest.raises(torch.OutOfMemoryError):
