@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from wanshim.core.shared import processes
 from wanshim.errors import WanshimError
 from wanshim.launch import ranks, start
 
@@ -299,4 +300,30 @@ def test_a_signal_reaches_the_one_process() -> None:
     assert launcher.stdout.readline() == b"ready\n"
     launcher.send_signal(signal.SIGUSR1)
     assert launcher.wait(BOUND_S) == 9
+    launcher.stdout.close()
+
+
+LEFT = """
+trap '' HUP
+sh -c 'trap "sleep 0.5; echo saved; exit" TERM; sleep 600 & echo ready; while :; do sleep 0.05; done' &
+wait
+"""
+
+
+def test_what_a_program_leaves_that_a_signal_ends_has_the_signal_too_and_is_waited_for() -> None:
+    """As accelerate's launcher and a shell leave the training, which saves its state before it ends."""
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", ALONE, "", "/bin/sh", "-c", LEFT],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    assert launcher.stdout is not None
+    assert launcher.stdout.readline() == b"ready\n"
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(BOUND_S) == -signal.SIGTERM
+    assert not any(map(is_running, processes.processes_of_session(launcher.pid)))
+    assert launcher.stdout.read() == b"saved\n"
     launcher.stdout.close()
