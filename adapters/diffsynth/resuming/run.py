@@ -175,7 +175,8 @@ class ResumableRun:
         return self.at.epoch + self.at.batches // len(self.loader) >= self._epochs
 
     def _has_ended(self) -> bool:
-        return self.at.epoch >= self._epochs
+        """Whether the call has come to its end: behind the last batch DiffSynth saves, which may fail."""
+        return self.at.epoch >= self._epochs and not self.run.undo.failed
 
     def _say_how_to_go_on(self) -> None:
         """Say, for a run that ends before its last step, how to go on: the last that its user reads."""

@@ -33,6 +33,7 @@ from tests.contract.diffsynth.resume_job import Drawing, OwnGenerators, files, s
 from tests.contract.diffsynth.resume_runs import said
 from tests.contract.diffsynth.training import Pipe, wan_pipe
 from wanshim.adapters.diffsynth.resume import FEATURE, STEP
+from wanshim.adapters.diffsynth.resuming import run as resume_run
 from wanshim.adapters.diffsynth.training_road import TrainingCall
 from wanshim.core.resume import tree, writer
 from wanshim.core.resume.state import RunState, read_state, write_state
@@ -394,6 +395,22 @@ def test_run_that_fails_says_last_what_goes_on_from_which_state(
     row = wanshim.report().row(NAME)
     state = f"goes on from the state of step 3 in {tmp_path}/training_state/run-1"
     assert row.headline == row.notes[-1] == f"the same command{said} {state}"
+
+
+def test_run_whose_last_file_is_not_saved_has_not_ended(tmp_path: Path) -> None:
+    """As on a full disk: it says how to go on, and so it does, also in the process that failed."""
+    wanshim.activate(f"none,{NAME}")
+    (tmp_path / "epoch-0.safetensors").mkdir()
+    with pytest.raises(Exception, match="directory"):
+        train(tmp_path, epochs=1)
+    state = f"goes on from the state of step 7 in {tmp_path}/training_state/run-1"
+    assert wanshim.report().row(NAME).headline == f"the same command {state}"
+    (tmp_path / "epoch-0.safetensors").rmdir()
+    count = dict(resume_run.ended)
+    train(tmp_path, epochs=1, attempt=1)
+    assert not any(count.values())
+    assert seen(tmp_path, 0, 1) == []
+    assert (tmp_path / "epoch-0.safetensors").is_file()
 
 
 @pytest.mark.slow
