@@ -168,6 +168,30 @@ def test_a_stopped_rank_is_named_and_so_is_that_it_goes_on(launched: Launched) -
     assert launched.said.index(stopped) < launched.said.index(resumed)
 
 
+@pytest.mark.parametrize(("answers", "status"), [("75", 75), ("[75, 3][rank]", 128 + signal.SIGTERM)])
+def test_status_after_a_signal_is_that_which_all_ranks_answer_it_with(
+    launched: Launched, answers: str, status: int
+) -> None:
+    """A run that has saved its state asks so to be started again."""
+
+    def end() -> None:
+        until(lambda: launched.has("0", "1"))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    other = threading.Thread(target=end)
+    other.start()
+    launched.run(
+        f"""
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit({answers}))
+        open(str(rank), "w").close()
+        while True:
+            time.sleep(0.02)
+        """
+    )
+    other.join()
+    assert launched.status == status
+
+
 @pytest.mark.parametrize("ignored", [False, True])
 def test_a_hang_up_ends_the_ranks_unless_the_launcher_s_caller_ignores_it(launched: Launched, ignored: bool) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)

@@ -361,7 +361,9 @@ def _wait(ranks: Sequence[Rank], signals: _Signals, start_others: Callable[[], N
             asked = signal.Signals(signals.received[0])
             _end(ranks, asked, signals)
             say(f"ended by {asked.name}, with all ranks")
-            return 128 + asked
+            first, *others = {rank.process.poll() for rank in ranks}
+            # as of one process: what all of them answer the signal with, such as 75 of a run that saved its state
+            return 128 + asked if others or first is None or first < 0 else first
         if failed is not None:
             if "refusal" not in failed.said:
                 _until(partial(_has_ended_or_was_asked, failed, signals), signals)  # its own end says more
