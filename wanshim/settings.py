@@ -219,13 +219,16 @@ def _text(name: str, value: str) -> str:
 
 
 def _path(name: str, value: str) -> str:
-    """A path, with `~` as a shell reads it: a Dockerfile's ENV and a service's settings know no shell."""
+    """A path, with `~` as a shell reads it: a Dockerfile's ENV and a service's settings know no shell. It is relative
+    to where the process began: a script may go to another folder before it is used."""
     if not value.strip():
         raise SettingInvalid(f"{name}={value!r}", expected="a path, or nothing at all")
     try:
-        return str(Path(value).expanduser())
+        return str(Path(value).expanduser().absolute())
     except RuntimeError:
         raise SettingInvalid(f"{name}={value!r}", expected="a path; no home directory is known for this one") from None
+    except FileNotFoundError:
+        raise SettingInvalid(f"{name}={value!r}", expected="an absolute path: the current folder is gone") from None
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,10 @@ _ABSENT = object()
 class Undo:
     """A list of what was attached, with a function that takes each off. `remove()` calls them, the last first.
 
-    As a context manager it removes at the end of the block, also after an error.
+    As a context manager it removes at the end of the block, also after an error; `failed` tells it apart.
     """
+
+    failed = False
 
     def __init__(self) -> None:
         self._steps: list[Callable[[], object]] = []
@@ -73,7 +75,8 @@ class Undo:
     def __enter__(self) -> Undo:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, *error: object) -> None:
+        self.failed = kind is not None
         self.remove()
 
 

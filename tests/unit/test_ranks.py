@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from wanshim.core.shared import processes
 from wanshim.errors import WanshimError
 from wanshim.launch import ranks, start
 
@@ -167,6 +168,30 @@ def test_a_stopped_rank_is_named_and_so_is_that_it_goes_on(launched: Launched) -
     assert launched.said.index(stopped) < launched.said.index(resumed)
 
 
+@pytest.mark.parametrize(("answers", "status"), [("75", 75), ("[75, 3][rank]", 128 + signal.SIGTERM)])
+def test_status_after_a_signal_is_that_which_all_ranks_answer_it_with(
+    launched: Launched, answers: str, status: int
+) -> None:
+    """A run that has saved its state asks so to be started again."""
+
+    def end() -> None:
+        until(lambda: launched.has("0", "1"))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    other = threading.Thread(target=end)
+    other.start()
+    launched.run(
+        f"""
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit({answers}))
+        open(str(rank), "w").close()
+        while True:
+            time.sleep(0.02)
+        """
+    )
+    other.join()
+    assert launched.status == status
+
+
 @pytest.mark.parametrize("ignored", [False, True])
 def test_a_hang_up_ends_the_ranks_unless_the_launcher_s_caller_ignores_it(launched: Launched, ignored: bool) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
@@ -299,4 +324,30 @@ def test_a_signal_reaches_the_one_process() -> None:
     assert launcher.stdout.readline() == b"ready\n"
     launcher.send_signal(signal.SIGUSR1)
     assert launcher.wait(BOUND_S) == 9
+    launcher.stdout.close()
+
+
+LEFT = """
+trap '' HUP
+sh -c 'trap "sleep 0.5; echo saved; exit" TERM; sleep 600 & echo ready; while :; do sleep 0.05; done' &
+wait
+"""
+
+
+def test_what_a_program_leaves_that_a_signal_ends_has_the_signal_too_and_is_waited_for() -> None:
+    """As accelerate's launcher and a shell leave the training, which saves its state before it ends."""
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", ALONE, "", "/bin/sh", "-c", LEFT],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    assert launcher.stdout is not None
+    assert launcher.stdout.readline() == b"ready\n"
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(BOUND_S) == -signal.SIGTERM
+    assert not any(map(is_running, processes.processes_of_session(launcher.pid)))
+    assert launcher.stdout.read() == b"saved\n"
     launcher.stdout.close()

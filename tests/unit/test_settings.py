@@ -70,6 +70,25 @@ def test_variable_that_nothing_reads_is_named_with_the_nearest_known_one() -> No
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("WANSHIM_PROGRESS_DIR", "logs"), ("WANSHIM_RESUME", "./logs"), ("WANSHIM_ENCODE_CACHE", "./logs")],
+)
+def test_folder_is_relative_to_where_the_process_began(
+    name: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not to where a script has gone before it trains."""
+    monkeypatch.chdir(tmp_path)
+    read = settings.read({name: value})
+    found = (read.progress_dir, read.resume and read.resume.folder, read.encode_cache)
+    assert str(tmp_path / "logs") in found
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(SettingInvalid, match="the current folder is gone"):
+        settings.read({name: value})
+
+
 @pytest.mark.parametrize("name", ["WANSHIM_CACHE_DIR", "WANSHIM_PROGRESS_DIR"])
 def test_home_in_a_path_is_expanded_where_no_shell_does_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")

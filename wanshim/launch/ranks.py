@@ -164,15 +164,19 @@ def run_alone(command: Sequence[str], environment: Mapping[str, str], *, watched
     """
     with _folder() as folder, _Signals(signal.SIGTSTP, signal.SIGCONT, signal.SIGCHLD) as signals:
         failure = folder / "0"
+        variable = f"{hand_over.RUN_FAILURE}={failure}".encode()
         is_own = hand_over.run_rank() is None  # else the rank's launcher looks
         variables = {**environment, hand_over.RUN_FAILURE: str(failure)} if is_own else environment
         hand_over.leave_rank()
         # Files that the caller opened for the program stay open in it, as `<(...)` of a shell or the pipe of make.
         process = _start(command, variables, signals, close_fds=False)
         _release()
-        status = _wait_alone(process, signals)
+        asked = _wait_alone(process, signals)
+        status = process.returncode
+        if is_own and asked and status == -asked[0]:
+            _wait_left(variable, *asked, signals)
         # A daemon may go on, and wanshim may still come into it; it may end meanwhile.
-        goes_on = watched and is_own and processes.has_variable(f"{hand_over.RUN_FAILURE}={failure}".encode())
+        goes_on = watched and is_own and processes.has_variable(variable)
         if watched and is_own and not goes_on and not hand_over.reached_file(failure).exists():
             say(UNREACHED)
     if status < 0:
@@ -215,10 +219,15 @@ def _release() -> None:
         os.dup2(nothing, number, inheritable=False)
 
 
-def _wait_alone(process: subprocess.Popen[bytes], signals: _Signals) -> int:
+def _wait_alone(process: subprocess.Popen[bytes], signals: _Signals) -> tuple[int, bool] | None:
     """Pass signals on until the process ends. What the terminal sends has reached it already, but for the hang-up of
-    a closed one: the kernel sends that to the leader of the session alone, with a SIGCONT."""
+    a closed one: the kernel sends that to the leader of the session alone, with a SIGCONT.
+
+    Returns:
+        The last signal that asked for its end, and whether the terminal sent it.
+    """
     hang_up = (signal.SIGHUP, signal.SIGCONT) if os.getsid(0) == os.getpid() else ()
+    asked = None
     while process.poll() is None:
         found = signals.next(GRACE_S)
         if found is None:
@@ -226,13 +235,42 @@ def _wait_alone(process: subprocess.Popen[bytes], signals: _Signals) -> int:
         if found.si_signo == signal.SIGCHLD:
             _reap_orphans(process.pid)
             continue
-        if found.si_code != SI_KERNEL or found.si_signo in hang_up:
+        of_terminal = found.si_code == SI_KERNEL and found.si_signo not in hang_up
+        if not of_terminal:
             process.send_signal(found.si_signo)
+        if found.si_signo in ENDING:
+            asked = found.si_signo, of_terminal
         if found.si_signo == signal.SIGTSTP:  # was held back; the kernel drops it where no shell could resume us
             os.kill(os.getpid(), signal.SIGTSTP)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTSTP])
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTSTP])
-    return process.returncode
+    return asked
+
+
+def _wait_left(variable: bytes, number: int, of_terminal: bool, signals: _Signals) -> None:
+    """A signal has ended the program: pass it on to what the program has left in this session, and wait for its end. A
+    shell and accelerate's launcher leave the training so, which may save its state first.
+
+    Args:
+        variable: of the environment of what the program started.
+        of_terminal: the signal has reached them already.
+    """
+    told: set[int] = set()
+    while True:
+        parents = processes.processes_of_session(os.getsid(0))
+        left = parents.keys() & set(processes.with_variable(variable))
+        left = {one for one in left if one in told or not processes.ignores(one, number)}
+        first = {one for one in left - told if parents[one] not in left}  # what these have started is theirs to end
+        for one in first if not of_terminal else ():
+            with suppress(OSError):  # it has ended
+                os.kill(one, number)
+        told |= first
+        if not left:
+            return
+        found = signals.next(POLL_S)
+        if found is not None and found.si_signo in ENDING:
+            number, of_terminal, told = found.si_signo, found.si_code == SI_KERNEL, set()
+        _reap_orphans(0)
 
 
 def _reap_orphans(program: int) -> None:
@@ -323,7 +361,9 @@ def _wait(ranks: Sequence[Rank], signals: _Signals, start_others: Callable[[], N
             asked = signal.Signals(signals.received[0])
             _end(ranks, asked, signals)
             say(f"ended by {asked.name}, with all ranks")
-            return 128 + asked
+            first, *others = {rank.process.poll() for rank in ranks}
+            # as of one process: what all of them answer the signal with, such as 75 of a run that saved its state
+            return 128 + asked if others or first is None or first < 0 else first
         if failed is not None:
             if "refusal" not in failed.said:
                 _until(partial(_has_ended_or_was_asked, failed, signals), signals)  # its own end says more

@@ -175,7 +175,8 @@ class ResumableRun:
         return self.at.epoch + self.at.batches // len(self.loader) >= self._epochs
 
     def _has_ended(self) -> bool:
-        return self.at.epoch >= self._epochs
+        """Whether the call has come to its end: behind the last batch DiffSynth saves, which may fail."""
+        return self.at.epoch >= self._epochs and not self.run.undo.failed
 
     def _say_how_to_go_on(self) -> None:
         """Say, for a run that ends before its last step, how to go on: the last that its user reads."""
@@ -268,8 +269,9 @@ class ResumableRun:
             self._draws.set(module["random"])
             for kept, saved in zip(self._kept, module["plain"], strict=True):
                 kept.restore(saved)
-        if "dataset" in changed:  # no position in other samples
-            self.at.batches, self._resumed["noted"] = 0, {}
+        if "dataset" in changed:  # no position in other samples, but an epoch that has ended has ended
+            whole = facts.get("epoch_ended", facts.get("ended"))
+            self.at.batches, self._resumed["noted"] = self.order.length if whole else 0, {}
         if "dataset_num_workers" in changed or "num_workers" in changed:
             self._resumed["noted"] = {}
         accepted = f", with another {', '.join(changed)}" if changed else ""
@@ -465,6 +467,7 @@ class ResumableRun:
             "arguments": dict(parsed_arguments),
             "plan": self.run.plan.strategy.value,
             "position": dict(vars(self.at)),
+            "epoch_ended": self.at.batches == self.order.length,
             "ended": self._is_last(),
             "optimizer": flatten(self.optimizer.state_dict(), "optimizer", tensors),
             "attributes": flatten(changed, "attributes", tensors),

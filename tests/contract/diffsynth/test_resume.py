@@ -33,6 +33,7 @@ from tests.contract.diffsynth.resume_job import Drawing, OwnGenerators, files, s
 from tests.contract.diffsynth.resume_runs import said
 from tests.contract.diffsynth.training import Pipe, wan_pipe
 from wanshim.adapters.diffsynth.resume import FEATURE, STEP
+from wanshim.adapters.diffsynth.resuming import run as resume_run
 from wanshim.adapters.diffsynth.training_road import TrainingCall
 from wanshim.core.resume import tree, writer
 from wanshim.core.resume.state import RunState, read_state, write_state
@@ -396,6 +397,22 @@ def test_run_that_fails_says_last_what_goes_on_from_which_state(
     assert row.headline == row.notes[-1] == f"the same command{said} {state}"
 
 
+def test_run_whose_last_file_is_not_saved_has_not_ended(tmp_path: Path) -> None:
+    """As on a full disk: it says how to go on, and so it does, also in the process that failed."""
+    wanshim.activate(f"none,{NAME}")
+    (tmp_path / "epoch-0.safetensors").mkdir()
+    with pytest.raises(Exception, match="directory"):
+        train(tmp_path, epochs=1)
+    state = f"goes on from the state of step 7 in {tmp_path}/training_state/run-1"
+    assert wanshim.report().row(NAME).headline == f"the same command {state}"
+    (tmp_path / "epoch-0.safetensors").rmdir()
+    count = dict(resume_run.ended)
+    train(tmp_path, epochs=1, attempt=1)
+    assert not any(count.values())
+    assert seen(tmp_path, 0, 1) == []
+    assert (tmp_path / "epoch-0.safetensors").is_file()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("at", "left"), [(0, 14), (7, 7)])
 def test_run_that_fails_before_it_saves_names_the_state_that_it_began_from(tmp_path: Path, at: int, left: int) -> None:
@@ -674,6 +691,22 @@ def test_dataset_with_other_files_stops_the_start_and_begins_its_epoch_where_it_
     wanshim.activate(f"none,{NAME}")
     train(tmp_path, attempt=2, dataset=of("other"))
     assert len(seen(tmp_path, 0, 2)) == 14
+
+
+@pytest.mark.slow
+def test_epoch_that_has_ended_is_not_trained_again_with_another_dataset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with samples that are added after a run, for one epoch more."""
+    wanshim.activate(f"none,{NAME}")
+    train(tmp_path, epochs=1)
+    lora = files(tmp_path)
+    monkeypatch.setenv("WANSHIM_RESUME", "auto,+dataset,+num_epochs")
+    wanshim.activate(f"none,{NAME}")
+    train(tmp_path, epochs=2, samples=8, attempt=1)
+    assert len(seen(tmp_path, 0, 1)) == 8
+    assert files(tmp_path).keys() - lora.keys() == {"epoch-1.safetensors"}
+    assert files(tmp_path)["epoch-0.safetensors"] == lora["epoch-0.safetensors"]
 
 
 def test_samples_a_step_are_not_changed_whatever_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,11 +90,15 @@ def processes_of_session(session: int) -> dict[int, int]:
 
 def has_variable(variable: bytes) -> bool:
     """Whether a process that this user may look at has `NAME=value` in its environment."""
+    return next(with_variable(variable), None) is not None
+
+
+def with_variable(variable: bytes) -> Iterator[int]:
+    """The processes that this user may look at and that have `NAME=value` in their environment."""
     for number in _numbers():
         with suppress(OSError):  # it has ended, or is another user's
             if variable in Path(f"/proc/{number}/environ").read_bytes().split(b"\0"):
-                return True
-    return False
+                yield number
 
 
 def end_with(parent: int) -> Callable[[], None]:
