@@ -328,16 +328,19 @@ def test_a_signal_reaches_the_one_process() -> None:
 
 
 LEFT = """
-trap '' HUP
-sh -c 'trap "sleep 0.5; echo saved; exit" TERM; sleep 600 & echo ready; while :; do sleep 0.05; done' &
+{} sh -c 'trap "sleep 0.5; echo saved; exit" TERM USR1; sleep 60 & echo ready; while :; do sleep 0.05; done' &
 wait
 """
 
 
-def test_what_a_program_leaves_that_a_signal_ends_has_the_signal_too_and_is_waited_for() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("session", ["", "setsid"])  # torch's launcher gives each process a session of its own
+def test_what_a_program_leaves_that_a_signal_ends_has_the_signal_too_and_is_waited_for(
+    number: signal.Signals, session: str
+) -> None:
     """As accelerate's launcher and a shell leave the training, which saves its state before it ends."""
     launcher = subprocess.Popen(
-        [sys.executable, "-c", ALONE, "", "/bin/sh", "-c", LEFT],
+        [sys.executable, "-c", ALONE, "", "/bin/sh", "-c", LEFT.format(session)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -346,8 +349,8 @@ def test_what_a_program_leaves_that_a_signal_ends_has_the_signal_too_and_is_wait
     )
     assert launcher.stdout is not None
     assert launcher.stdout.readline() == b"ready\n"
-    launcher.send_signal(signal.SIGTERM)
-    assert launcher.wait(BOUND_S) == -signal.SIGTERM
+    launcher.send_signal(number)
+    assert launcher.wait(BOUND_S) == -number
     assert not any(map(is_running, processes.processes_of_session(launcher.pid)))
     assert launcher.stdout.read() == b"saved\n"
     launcher.stdout.close()

@@ -171,10 +171,10 @@ def run_alone(command: Sequence[str], environment: Mapping[str, str], *, watched
         # Files that the caller opened for the program stay open in it, as `<(...)` of a shell or the pipe of make.
         process = _start(command, variables, signals, close_fds=False)
         _release()
-        asked = _wait_alone(process, signals)
+        sent = _wait_alone(process, signals)
         status = process.returncode
-        if is_own and asked and status == -asked[0]:
-            _wait_left(variable, *asked, signals)
+        if is_own and sent is not None and status == -sent.number:
+            _wait_left(variable, sent, signals)
         # A daemon may go on, and wanshim may still come into it; it may end meanwhile.
         goes_on = watched and is_own and processes.has_variable(variable)
         if watched and is_own and not goes_on and not hand_over.reached_file(failure).exists():
@@ -219,15 +219,24 @@ def _release() -> None:
         os.dup2(nothing, number, inheritable=False)
 
 
-def _wait_alone(process: subprocess.Popen[bytes], signals: _Signals) -> tuple[int, bool] | None:
+@dataclass(frozen=True)
+class _Sent:
+    """A signal for the program, whether the terminal has sent it, and what the program had started by then."""
+
+    number: int
+    of_terminal: bool
+    to: frozenset[int]
+
+
+def _wait_alone(process: subprocess.Popen[bytes], signals: _Signals) -> _Sent | None:
     """Pass signals on until the process ends. What the terminal sends has reached it already, but for the hang-up of
     a closed one: the kernel sends that to the leader of the session alone, with a SIGCONT.
 
     Returns:
-        The last signal that asked for its end, and whether the terminal sent it.
+        The last signal that may have ended it.
     """
     hang_up = (signal.SIGHUP, signal.SIGCONT) if os.getsid(0) == os.getpid() else ()
-    asked = None
+    sent = None
     while process.poll() is None:
         found = signals.next(GRACE_S)
         if found is None:
@@ -236,40 +245,40 @@ def _wait_alone(process: subprocess.Popen[bytes], signals: _Signals) -> tuple[in
             _reap_orphans(process.pid)
             continue
         of_terminal = found.si_code == SI_KERNEL and found.si_signo not in hang_up
+        if found.si_signo in (*ENDING, *PASSED_ON):
+            sent = _Sent(found.si_signo, of_terminal, frozenset(processes.descendants(process.pid)))
         if not of_terminal:
             process.send_signal(found.si_signo)
-        if found.si_signo in ENDING:
-            asked = found.si_signo, of_terminal
         if found.si_signo == signal.SIGTSTP:  # was held back; the kernel drops it where no shell could resume us
             os.kill(os.getpid(), signal.SIGTSTP)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTSTP])
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTSTP])
-    return asked
+    return sent
 
 
-def _wait_left(variable: bytes, number: int, of_terminal: bool, signals: _Signals) -> None:
-    """A signal has ended the program: pass it on to what the program has left in this session, and wait for its end. A
-    shell and accelerate's launcher leave the training so, which may save its state first.
+def _wait_left(variable: bytes, sent: _Sent, signals: _Signals) -> None:
+    """A signal has ended the program: pass it on to what the program has left, and wait for its end. A shell and the
+    launchers of accelerate and torch leave the training so, which may save its state first. A daemon goes on: it has
+    left the session, and its parent, before.
 
     Args:
         variable: of the environment of what the program started.
-        of_terminal: the signal has reached them already.
     """
     told: set[int] = set()
     while True:
-        parents = processes.processes_of_session(os.getsid(0))
-        left = parents.keys() & set(processes.with_variable(variable))
-        left = {one for one in left if one in told or not processes.ignores(one, number)}
-        first = {one for one in left - told if parents[one] not in left}  # what these have started is theirs to end
-        for one in first if not of_terminal else ():
+        parents = processes.parents()
+        left = (processes.processes_of_session(os.getsid(0)).keys() | sent.to) & set(processes.with_variable(variable))
+        left = {one for one in left if one in told or not processes.ignores(one, sent.number)}
+        first = {one for one in left - told if parents.get(one) not in left}  # what these started is theirs to end
+        for one in first if not sent.of_terminal else ():
             with suppress(OSError):  # it has ended
-                os.kill(one, number)
+                os.kill(one, sent.number)
         told |= first
         if not left:
             return
         found = signals.next(POLL_S)
-        if found is not None and found.si_signo in ENDING:
-            number, of_terminal, told = found.si_signo, found.si_code == SI_KERNEL, set()
+        if found is not None and found.si_signo in (*ENDING, *PASSED_ON):
+            sent, told = _Sent(found.si_signo, found.si_code == SI_KERNEL, sent.to), set()
         _reap_orphans(0)
 
 

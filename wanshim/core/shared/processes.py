@@ -88,6 +88,19 @@ def processes_of_session(session: int) -> dict[int, int]:
     return {number: int(stat[_PARENT]) for number, stat in found if stat and int(stat[_SESSION]) == session}
 
 
+def parents() -> dict[int, int]:
+    """The parent of each process that this one can see."""
+    return {number: int(stat[_PARENT]) for number in _numbers() if (stat := _stat(number)) is not None}
+
+
+def descendants(number: int) -> set[int]:
+    """What a process has started, and what these have."""
+    above, found, last = parents(), set[int](), {number}
+    while last := {one for one, parent in above.items() if parent in last}:
+        found |= last
+    return found
+
+
 def has_variable(variable: bytes) -> bool:
     """Whether a process that this user may look at has `NAME=value` in its environment."""
     return next(with_variable(variable), None) is not None
