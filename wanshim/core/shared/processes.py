@@ -94,7 +94,7 @@ def parents() -> dict[int, int]:
 
 
 def descendants(number: int) -> set[int]:
-    """What a process has started, and what these have."""
+    """The processes that one has started, and those that these have."""
     above, found, last = parents(), set[int](), {number}
     while last := {one for one, parent in above.items() if parent in last}:
         found |= last
