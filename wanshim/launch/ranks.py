@@ -17,7 +17,7 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -173,8 +173,8 @@ def run_alone(command: Sequence[str], environment: Mapping[str, str], *, watched
         _release()
         asked = _wait_alone(process, signals)
         status = process.returncode
-        if is_own and asked and status == -asked[0]:
-            _wait_left(variable, *asked, signals)
+        if is_own and -status in asked:
+            _wait_left(variable, -status, asked[-status], signals)
         # A daemon may go on, and wanshim may still come into it; it may end meanwhile.
         goes_on = watched and is_own and processes.has_variable(variable)
         if watched and is_own and not goes_on and not hand_over.reached_file(failure).exists():
@@ -219,15 +219,13 @@ def _release() -> None:
         os.dup2(nothing, number, inheritable=False)
 
 
-def _wait_alone(process: subprocess.Popen[bytes], signals: _Signals) -> tuple[int, bool] | None:
-    """Pass signals on until the process ends. What the terminal sends has reached it already, but for the hang-up of
-    a closed one: the kernel sends that to the leader of the session alone, with a SIGCONT.
+def _wait_alone(process: subprocess.Popen[bytes], signals: _Signals) -> dict[int, bool]:
+    """Pass signals on until the process ends.
 
     Returns:
-        The last signal that asked for its end, and whether the terminal sent it.
+        The signals that asked for its end, each with whether the terminal sent it.
     """
-    hang_up = (signal.SIGHUP, signal.SIGCONT) if os.getsid(0) == os.getpid() else ()
-    asked = None
+    asked: dict[int, bool] = {}
     while process.poll() is None:
         found = signals.next(GRACE_S)
         if found is None:
@@ -235,42 +233,74 @@ def _wait_alone(process: subprocess.Popen[bytes], signals: _Signals) -> tuple[in
         if found.si_signo == signal.SIGCHLD:
             _reap_orphans(process.pid)
             continue
-        of_terminal = found.si_code == SI_KERNEL and found.si_signo not in hang_up
+        of_terminal = _is_of_terminal(found)
         if not of_terminal:
             process.send_signal(found.si_signo)
         if found.si_signo in ENDING:
-            asked = found.si_signo, of_terminal
-        if found.si_signo == signal.SIGTSTP:  # was held back; the kernel drops it where no shell could resume us
-            os.kill(os.getpid(), signal.SIGTSTP)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTSTP])
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTSTP])
+            asked[found.si_signo] = of_terminal
+        _stop_if_asked(found)
     return asked
+
+
+def _is_of_terminal(found: Any) -> bool:
+    """Whether what the terminal sent has reached all of its foreground group, unlike the hang-up of a closed one: the
+    kernel sends that to the leader of the session alone, with a SIGCONT."""
+    alone = (signal.SIGHUP, signal.SIGCONT) if os.getsid(0) == os.getpid() else ()
+    return found.si_code == SI_KERNEL and found.si_signo not in alone
+
+
+def _stop_if_asked(found: Any) -> None:
+    if found.si_signo == signal.SIGTSTP:  # was held back; the kernel drops it where no shell could resume us
+        os.kill(os.getpid(), signal.SIGTSTP)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTSTP])
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTSTP])
 
 
 def _wait_left(variable: bytes, number: int, of_terminal: bool, signals: _Signals) -> None:
     """A signal has ended the program: pass it on to what the program has left in this session, and wait for its end. A
-    shell and accelerate's launcher leave the training so, which may save its state first.
+    shell and accelerate's launcher leave the training so, which may save its state first. Other signals are passed on
+    meanwhile as to the program.
 
     Args:
         variable: of the environment of what the program started.
-        of_terminal: the signal has reached them already.
+        of_terminal: the signal has reached the foreground group already, and is for no other.
     """
-    told: set[int] = set()
+    asked: set[int] = set()  # to end, by whatever signal
+    told: set[int] = set()  # this one
     while True:
         parents = processes.processes_of_session(os.getsid(0))
         left = parents.keys() & set(processes.with_variable(variable))
-        left = {one for one in left if one in told or not processes.ignores(one, number)}
-        first = {one for one in left - told if parents[one] not in left}  # what these have started is theirs to end
-        for one in first if not of_terminal else ():
-            with suppress(OSError):  # it has ended
-                os.kill(one, number)
-        told |= first
+        left = {one for one in left if one in asked or _is_for(one, number, of_terminal)}
         if not left:
             return
+        first = {one for one in left if parents[one] not in left}  # what these have started is theirs to end
+        if not of_terminal:
+            _send(first - told, number)
+        asked |= first
+        told |= first
         found = signals.next(POLL_S)
-        if found is not None and found.si_signo in ENDING:
-            number, of_terminal, told = found.si_signo, found.si_code == SI_KERNEL, set()
         _reap_orphans(0)
+        if found is None or found.si_signo == signal.SIGCHLD:
+            continue
+        if found.si_signo in ENDING:
+            number, of_terminal, told = found.si_signo, _is_of_terminal(found), set()
+        elif not _is_of_terminal(found):
+            _send(first, found.si_signo)
+        _stop_if_asked(found)
+
+
+def _is_for(process: int, number: int, of_terminal: bool) -> bool:
+    """Whether a signal is for a process: it does not ignore it, and is in the foreground group if that alone has it."""
+    try:
+        return not processes.ignores(process, number) and not (of_terminal and os.getpgid(process) != os.getpgid(0))
+    except ProcessLookupError:
+        return False
+
+
+def _send(to: Iterable[int], number: int) -> None:
+    for one in to:
+        with suppress(OSError):  # it has ended
+            os.kill(one, number)
 
 
 def _reap_orphans(program: int) -> None:
