@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -345,7 +346,7 @@ def test_what_a_program_leaves_that_a_signal_ends_has_the_signal_too_and_is_wait
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,
+        preexec_fn=os.setpgrp,  # a shell, which this is to it, has a group for each job
     )
     assert launcher.stdout is not None
     assert launcher.stdout.readline() == b"ready\n"
@@ -354,3 +355,90 @@ def test_what_a_program_leaves_that_a_signal_ends_has_the_signal_too_and_is_wait
     assert not any(map(is_running, processes.processes_of_session(launcher.pid)))
     assert launcher.stdout.read() == b"saved\n"
     launcher.stdout.close()
+
+
+LEAVING = """
+trap '' HUP
+trap 'echo ends; sleep 0.3; trap - TERM; kill -TERM $$' TERM
+sh -c 'trap "echo saves; until test -e saved; do sleep 0.05; done; exit" TERM
+    sleep 600 & echo ready; while :; do sleep 0.05; done' &
+wait
+"""
+
+
+@pytest.fixture
+def leaving(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """`run_alone` of a program that ends by SIGTERM, and leaves one that saves its state then."""
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", ALONE, "", "/bin/sh", "-c", LEAVING],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=os.setpgrp,  # a shell, which this is to it, has a group for each job
+    )
+    assert launcher.stdout is not None
+    assert launcher.stdout.readline() == b"ready\n"
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.stdout.readline() == b"ends\n"
+    try:
+        yield launcher
+        (tmp_path / "saved").touch()
+        assert launcher.wait(BOUND_S) == -signal.SIGTERM
+        assert not any(map(is_running, members(launcher.pid)))
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(launcher.pid, signal.SIGKILL)
+        launcher.wait()
+        launcher.stdout.close()
+
+
+def members(group: int) -> list[int]:
+    found = []
+    for one in processes.processes_of_session(os.getsid(0)):
+        with suppress(ProcessLookupError):
+            found += [one] * (os.getpgid(one) == group)
+    return found
+
+
+@pytest.mark.parametrize("more", [(), (signal.SIGHUP,)])
+def test_training_that_is_left_is_waited_for_whatever_other_signals_came(
+    leaving: subprocess.Popen[bytes], more: tuple[int, ...]
+) -> None:
+    for number in more:
+        leaving.send_signal(number)
+    with pytest.raises(subprocess.TimeoutExpired):
+        leaving.wait(1.0)
+    assert leaving.stdout is not None
+    assert leaving.stdout.readline() == b"saves\n"
+
+
+def test_a_launcher_that_waits_for_what_a_program_left_stops_and_goes_on(leaving: subprocess.Popen[bytes]) -> None:
+    """Else ctrl-Z would stop what it waits for, and give no shell the terminal back."""
+    assert leaving.stdout is not None
+    assert leaving.stdout.readline() == b"saves\n"
+
+    def state() -> str:
+        return Path(f"/proc/{leaving.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+    os.killpg(leaving.pid, signal.SIGTSTP)
+    try:
+        assert until(lambda: state() == "T")
+    finally:
+        os.killpg(leaving.pid, signal.SIGCONT)
+
+
+def test_what_a_signal_of_the_terminal_is_not_for_is_not_waited_for() -> None:
+    """It is for the foreground group: a program's helpers in another go on."""
+    helper = subprocess.Popen(["sleep", "600"], env={"WANSHIM_TEST_LEFT": "1"}, preexec_fn=os.setpgrp)
+    until(lambda: helper.pid in processes.with_variable(b"WANSHIM_TEST_LEFT=1"))
+    late = threading.Timer(10.0, helper.kill)
+    late.start()
+    with ranks._Signals() as signals:
+        sent = ranks._Sent(signal.SIGINT, True, frozenset({helper.pid}))
+        ranks._wait_left(b"WANSHIM_TEST_LEFT=1", sent, signals)
+    assert helper.poll() is None
+    late.cancel()
+    helper.kill()
+    helper.wait()

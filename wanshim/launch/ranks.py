@@ -17,7 +17,7 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -173,8 +173,8 @@ def run_alone(command: Sequence[str], environment: Mapping[str, str], *, watched
         _release()
         sent = _wait_alone(process, signals)
         status = process.returncode
-        if is_own and sent is not None and status == -sent.number:
-            _wait_left(variable, sent, signals)
+        if is_own and -status in sent:
+            _wait_left(variable, sent[-status], signals)
         # A daemon may go on, and wanshim may still come into it; it may end meanwhile.
         goes_on = watched and is_own and processes.has_variable(variable)
         if watched and is_own and not goes_on and not hand_over.reached_file(failure).exists():
@@ -228,15 +228,13 @@ class _Sent:
     to: frozenset[int]
 
 
-def _wait_alone(process: subprocess.Popen[bytes], signals: _Signals) -> _Sent | None:
-    """Pass signals on until the process ends. What the terminal sends has reached it already, but for the hang-up of
-    a closed one: the kernel sends that to the leader of the session alone, with a SIGCONT.
+def _wait_alone(process: subprocess.Popen[bytes], signals: _Signals) -> dict[int, _Sent]:
+    """Pass signals on until the process ends.
 
     Returns:
-        The last signal that may have ended it.
+        The last of each number that may have ended it.
     """
-    hang_up = (signal.SIGHUP, signal.SIGCONT) if os.getsid(0) == os.getpid() else ()
-    sent = None
+    sent: dict[int, _Sent] = {}
     while process.poll() is None:
         found = signals.next(GRACE_S)
         if found is None:
@@ -244,42 +242,76 @@ def _wait_alone(process: subprocess.Popen[bytes], signals: _Signals) -> _Sent | 
         if found.si_signo == signal.SIGCHLD:
             _reap_orphans(process.pid)
             continue
-        of_terminal = found.si_code == SI_KERNEL and found.si_signo not in hang_up
+        of_terminal = _is_of_terminal(found)
         if found.si_signo in (*ENDING, *PASSED_ON):
-            sent = _Sent(found.si_signo, of_terminal, frozenset(processes.descendants(process.pid)))
+            started = frozenset(processes.descendants(process.pid))
+            sent[found.si_signo] = _Sent(found.si_signo, of_terminal, started)
         if not of_terminal:
             process.send_signal(found.si_signo)
-        if found.si_signo == signal.SIGTSTP:  # was held back; the kernel drops it where no shell could resume us
-            os.kill(os.getpid(), signal.SIGTSTP)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTSTP])
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTSTP])
+        _stop_if_asked(found)
     return sent
+
+
+def _is_of_terminal(found: Any) -> bool:
+    """Whether what the terminal sent has reached all of its foreground group, unlike the hang-up of a closed one: the
+    kernel sends that to the leader of the session alone, with a SIGCONT."""
+    alone = (signal.SIGHUP, signal.SIGCONT) if os.getsid(0) == os.getpid() else ()
+    return found.si_code == SI_KERNEL and found.si_signo not in alone
+
+
+def _stop_if_asked(found: Any) -> None:
+    if found.si_signo == signal.SIGTSTP:  # was held back; the kernel drops it where no shell could resume us
+        os.kill(os.getpid(), signal.SIGTSTP)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTSTP])
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTSTP])
 
 
 def _wait_left(variable: bytes, sent: _Sent, signals: _Signals) -> None:
     """A signal has ended the program: pass it on to what the program has left, and wait for its end. A shell and the
-    launchers of accelerate and torch leave the training so, which may save its state first. A daemon goes on: it has
-    left the session, and its parent, before.
+    launchers of accelerate and torch leave the training so, which may save its state first. Other signals are passed on
+    meanwhile as to the program. A daemon goes on: it has left the session, and its parent, before.
 
     Args:
         variable: of the environment of what the program started.
+        sent: the signal; one of the terminal has reached the foreground group already, and is for no other.
     """
-    told: set[int] = set()
+    asked: set[int] = set()  # to end, by whatever signal
+    told: set[int] = set()  # this one
     while True:
         parents = processes.parents()
         left = (processes.processes_of_session(os.getsid(0)).keys() | sent.to) & set(processes.with_variable(variable))
-        left = {one for one in left if one in told or not processes.ignores(one, sent.number)}
-        first = {one for one in left - told if parents.get(one) not in left}  # what these started is theirs to end
-        for one in first if not sent.of_terminal else ():
-            with suppress(OSError):  # it has ended
-                os.kill(one, sent.number)
-        told |= first
+        left = {one for one in left if one in asked or _is_for(one, sent)}
         if not left:
             return
+        first = {one for one in left if parents.get(one) not in left}  # what these have started is theirs to end
+        if not sent.of_terminal:
+            _send(first - told, sent.number)
+        asked |= first
+        told |= first
         found = signals.next(POLL_S)
-        if found is not None and found.si_signo in (*ENDING, *PASSED_ON):
-            sent, told = _Sent(found.si_signo, found.si_code == SI_KERNEL, sent.to), set()
         _reap_orphans(0)
+        if found is None or found.si_signo == signal.SIGCHLD:
+            continue
+        if found.si_signo in (*ENDING, *PASSED_ON):
+            sent, told = _Sent(found.si_signo, _is_of_terminal(found), sent.to), set()
+        elif not _is_of_terminal(found):
+            _send(first, found.si_signo)
+        _stop_if_asked(found)
+
+
+def _is_for(process: int, sent: _Sent) -> bool:
+    """Whether a signal is for a process: it does not ignore it, and is in the foreground group if that alone has it."""
+    try:
+        is_elsewhere = sent.of_terminal and os.getpgid(process) != os.getpgid(0)
+        return not is_elsewhere and not processes.ignores(process, sent.number)
+    except ProcessLookupError:
+        return False
+
+
+def _send(to: Iterable[int], number: int) -> None:
+    for one in to:
+        with suppress(OSError):  # it has ended
+            os.kill(one, number)
 
 
 def _reap_orphans(program: int) -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from tests.unit.workers.forked import forked  # noqa: F401, a fixture
 from wanshim.core.generation import PipelineBinding, Request, SharedPipeline, first_forward, shared_pipeline
 from wanshim.core.generation.job import GenerationJob
 from wanshim.core.shared.weight_bytes import num_bytes
-from wanshim.core.workers import Workers
+from wanshim.core.workers import Workers, process
 from wanshim.errors import WorkersFailed
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("forked")]
@@ -78,8 +78,25 @@ def test_worker_that_was_killed_between_two_calls_is_an_error_and_the_same_proce
         shared.close()
 
 
-def test_workers_that_do_not_start_leave_the_call_to_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As NCCL does not where another program has taken the memory of a GPU."""
+def no_memory(workers: Workers) -> None:
+    """As where another program has taken a GPU's memory."""
+    raise WorkersFailed("NCCL does not connect cuda:0 with its workers: CUDA error: out of memory")
+
+
+def no_process(*args: object) -> None:
+    raise BlockingIOError(11, "Resource temporarily unavailable")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fail", "reason"),
+    [
+        (Workers, "_wait_for_start", no_memory, "did not start: NCCL does not connect"),
+        (process, "_start_process", no_process, "did not start: no process can be started for cpu: [Errno 11]"),
+    ],
+)
+def test_workers_that_do_not_start_leave_the_call_to_one_process(
+    owner: object, name: str, fail: Callable[..., None], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = toy.Model()
     expected = toy.generate(model, 11)
     shared = SharedPipeline(Request(gpus=2), deadline=240.0)
@@ -87,16 +104,13 @@ def test_workers_that_do_not_start_leave_the_call_to_one_process(monkeypatch: py
     def call() -> torch.Tensor:
         return shared.run(partial(toy.bind, model), partial(toy.generate, model, tokens=11))
 
-    def fail(workers: Workers) -> None:
-        raise WorkersFailed("NCCL does not connect cuda:0 with its workers: CUDA error: out of memory")
-
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(Workers, "_wait_for_start", fail)
+            patch.setattr(owner, name, fail)
             assert torch.equal(call(), expected)
         assert shared.plan is not None
         assert shared.plan.gpus == 1
-        assert "did not start: NCCL does not connect" in str(shared.plan.rejected)
+        assert reason in str(shared.plan.rejected)
         assert shared.pids == ()
         assert torch.equal(call(), expected)
         assert shared.plan.gpus == 2, "the next call tries again"

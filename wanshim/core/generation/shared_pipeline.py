@@ -176,7 +176,8 @@ class SharedPipeline:
 
     def begin(self, binding: PipelineBinding) -> tuple[torch.device, ...]:
         """Start workers on the devices of the last plan, or on all, which `devices_for` returns: they load torch and
-        what the models are made of while this process does what comes before the first forward."""
+        what the models are made of while this process does what comes before the first forward, which says so if they
+        cannot be started."""
         devices = self.devices_for(binding)
         self._own = devices[0]
         if self.plan is None and self.pids:  # of other pipelines: how many are needed is not known before the plan
@@ -184,7 +185,8 @@ class SharedPipeline:
         used = devices if self.plan is None else tuple(map(torch.device, self.plan.devices))
         if len(used) > 1 and used[0] == devices[0] and set(used) <= set(devices):
             modules = {type(model).__module__ for model in binding.copied}
-            self._workers_on(used).begin(sorted(filter(is_installed, modules)))  # others would run the program
+            with contextlib.suppress(WorkersFailed):
+                self._workers_on(used).begin(sorted(filter(is_installed, modules)))  # others would run the program
         return devices
 
     def close(self) -> None:

@@ -133,6 +133,7 @@ class Workers:
             imports: modules that what they will hold is made of.
 
         Raises:
+            WorkersFailed: a process cannot be started, or is gone already.
             WanshimError: the workers are those of the process from which this one was forked.
         """
         self._owner.check()
@@ -152,7 +153,10 @@ class Workers:
 
     def _new(self, device: torch.device) -> Worker:
         assert self._running.file is not None, "the workers run"
-        return Worker(self._running.file, self.device.index or 0, device.index or 0)
+        try:
+            return Worker(self._running.file, self.device.index or 0, device.index or 0)
+        except (OSError, RuntimeError) as error:  # a limit on processes, or on the threads that wait for them
+            raise WorkersFailed(f"no process can be started for {device}: {error}") from error
 
     def start(self) -> None:
         """Start the workers, and wait until each has its device and they are connected.
