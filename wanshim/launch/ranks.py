@@ -171,10 +171,10 @@ def run_alone(command: Sequence[str], environment: Mapping[str, str], *, watched
         # Files that the caller opened for the program stay open in it, as `<(...)` of a shell or the pipe of make.
         process = _start(command, variables, signals, close_fds=False)
         _release()
-        asked = _wait_alone(process, signals)
+        came = _wait_alone(process, signals)
         status = process.returncode
-        if is_own and -status in asked:
-            _wait_left(variable, -status, asked[-status], signals)
+        if is_own and -status in came:
+            _wait_left(variable, -status, came[-status], signals)
         # A daemon may go on, and wanshim may still come into it; it may end meanwhile.
         goes_on = watched and is_own and processes.has_variable(variable)
         if watched and is_own and not goes_on and not hand_over.reached_file(failure).exists():
@@ -223,9 +223,9 @@ def _wait_alone(process: subprocess.Popen[bytes], signals: _Signals) -> dict[int
     """Pass signals on until the process ends.
 
     Returns:
-        The signals that asked for its end, each with whether the terminal sent it.
+        The signals that came, each with whether it was the terminal's.
     """
-    asked: dict[int, bool] = {}
+    came: dict[int, bool] = {}
     while process.poll() is None:
         found = signals.next(GRACE_S)
         if found is None:
@@ -233,13 +233,11 @@ def _wait_alone(process: subprocess.Popen[bytes], signals: _Signals) -> dict[int
         if found.si_signo == signal.SIGCHLD:
             _reap_orphans(process.pid)
             continue
-        of_terminal = _is_of_terminal(found)
+        of_terminal = came[found.si_signo] = _is_of_terminal(found)
         if not of_terminal:
             process.send_signal(found.si_signo)
-        if found.si_signo in ENDING:
-            asked[found.si_signo] = of_terminal
         _stop_if_asked(found)
-    return asked
+    return came
 
 
 def _is_of_terminal(found: Any) -> bool:
@@ -258,8 +256,8 @@ def _stop_if_asked(found: Any) -> None:
 
 def _wait_left(variable: bytes, number: int, of_terminal: bool, signals: _Signals) -> None:
     """A signal has ended the program: pass it on to what the program has left in this session, and wait for its end. A
-    shell and accelerate's launcher leave the training so, which may save its state first. Other signals are passed on
-    meanwhile as to the program.
+    shell and accelerate's launcher leave the training so, which may save its state first; SIGUSR1, too, ends them, and
+    asks a training to save. Other signals are passed on meanwhile as to the program.
 
     Args:
         variable: of the environment of what the program started.
