@@ -359,16 +359,16 @@ def test_what_a_program_leaves_that_a_signal_ends_has_the_signal_too_and_is_wait
 
 LEAVING = """
 trap '' HUP
-trap 'echo ends; sleep 0.3; trap - TERM; kill -TERM $$' TERM
-sh -c 'trap "echo saves; until test -e saved; do sleep 0.05; done; exit" TERM
+for one in TERM USR1; do trap "echo ends; sleep 0.3; trap - $one; kill -$one $$" $one; done
+sh -c 'trap "echo saves; until test -e saved; do sleep 0.05; done; exit" TERM USR1
     sleep 600 & echo ready; while :; do sleep 0.05; done' &
 wait
 """
 
 
-@pytest.fixture
-def leaving(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """`run_alone` of a program that ends by SIGTERM, and leaves one that saves its state then."""
+@pytest.fixture(params=[signal.SIGTERM, signal.SIGUSR1])
+def leaving(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """`run_alone` of a program that ends by a signal, and leaves one that saves its state then."""
     launcher = subprocess.Popen(
         [sys.executable, "-c", ALONE, "", "/bin/sh", "-c", LEAVING],
         cwd=tmp_path,
@@ -380,12 +380,12 @@ def leaving(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     )
     assert launcher.stdout is not None
     assert launcher.stdout.readline() == b"ready\n"
-    launcher.send_signal(signal.SIGTERM)
+    launcher.send_signal(request.param)
     assert launcher.stdout.readline() == b"ends\n"
     try:
         yield launcher
         (tmp_path / "saved").touch()
-        assert launcher.wait(BOUND_S) == -signal.SIGTERM
+        assert launcher.wait(BOUND_S) == -request.param
         assert not any(map(is_running, members(launcher.pid)))
     finally:
         with suppress(ProcessLookupError):

@@ -212,7 +212,7 @@ def test_groups_are_aborted_while_the_interpreter_ends() -> None:
 
 
 SLOW = """
-import time
+import sys, time, weakref
 from wanshim.core.ranks import nccl
 
 class Group:
@@ -223,14 +223,22 @@ class Group:
     def shutdown(self):
         pass
 
+def leave():
+    nccl.abort(Group())
+    print("left", flush=True)
+
 nccl._ABORT_SECONDS = 0.1
-nccl.abort(Group())
-print("left", flush=True)
+if sys.argv[1] == "finalizer":
+    weakref.finalize(Group, leave)
+else:
+    leave()
 """
 
 
 @pytest.mark.slow
-def test_interpreter_waits_for_an_abort_that_takes_longer_than_its_caller() -> None:
-    """A double: it takes NCCL, and a GPU that is shared, for the interpreter to end within an abort with SIGABRT."""
-    ended = subprocess.run([sys.executable, "-c", SLOW], capture_output=True, text=True, timeout=60, check=True)
+@pytest.mark.parametrize("by", ["program", "finalizer"])
+def test_interpreter_waits_for_an_abort_that_takes_longer_than_its_caller(by: str) -> None:
+    """A double: it takes NCCL, and a GPU that is shared, for the interpreter to end within an abort with SIGABRT. One
+    that a finalizer begins while the interpreter ends is waited for, too."""
+    ended = subprocess.run([sys.executable, "-c", SLOW, by], capture_output=True, text=True, timeout=60, check=True)
     assert (ended.stdout.split(), ended.stderr) == (["left", "aborted"], "")

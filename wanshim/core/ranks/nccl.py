@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -111,7 +111,6 @@ def abort(peers: Any, *, idle: bool = False) -> threading.Thread:
     return thread
 
 
-@atexit.register
 def _wait_for_aborts() -> None:
     """A thread still inside NCCL when the interpreter ends takes the process down with SIGABRT, even after a run
     that succeeded. On a GPU that others use, an abort takes longer than its caller waits."""
@@ -119,6 +118,10 @@ def _wait_for_aborts() -> None:
     for thread in [ref() for ref in _aborting.valuerefs()]:
         if thread is not None and thread.is_alive():  # one that was refused a start is none to wait for
             thread.join(max(end - time.monotonic(), 0.0))
+
+
+# At the exit, behind the finalizers that are made later: these abort groups too, and one may wait for another one.
+weakref.finalize(_wait_for_aborts, _wait_for_aborts)
 
 
 def _started(thread: threading.Thread) -> bool:
