@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -312,20 +312,27 @@ def test_the_launcher_of_one_process_ends_by_the_signal_that_ended_it() -> None:
     assert alone(False, "/bin/sh", "-c", "kill -TERM $$").returncode == -signal.SIGTERM
 
 
-def test_a_signal_reaches_the_one_process() -> None:
-    program = "trap 'exit 9' USR1; echo ready; while :; do sleep 0.05; done"
+def launcher_of(program: str, **options: Any) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+    """`run_alone` of a shell's program that has printed "ready", and the output of both."""
     launcher = subprocess.Popen(
         [sys.executable, "-c", ALONE, "", "/bin/sh", "-c", program],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
+        **options,
     )
     assert launcher.stdout is not None
     assert launcher.stdout.readline() == b"ready\n"
+    return launcher, launcher.stdout
+
+
+def test_a_signal_reaches_the_one_process() -> None:
+    program = "trap 'exit 9' USR1; echo ready; while :; do sleep 0.05; done"
+    launcher, output = launcher_of(program)
     launcher.send_signal(signal.SIGUSR1)
     assert launcher.wait(BOUND_S) == 9
-    launcher.stdout.close()
+    output.close()
 
 
 LEFT = """
@@ -340,21 +347,12 @@ def test_what_a_program_leaves_that_a_signal_ends_has_the_signal_too_and_is_wait
     number: signal.Signals, session: str
 ) -> None:
     """As accelerate's launcher and a shell leave the training, which saves its state before it ends."""
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", ALONE, "", "/bin/sh", "-c", LEFT.format(session)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        preexec_fn=os.setpgrp,  # a shell, which this is to it, has a group for each job
-    )
-    assert launcher.stdout is not None
-    assert launcher.stdout.readline() == b"ready\n"
+    launcher, output = launcher_of(LEFT.format(session), start_new_session=True)
     launcher.send_signal(number)
     assert launcher.wait(BOUND_S) == -number
     assert not any(map(is_running, processes.processes_of_session(launcher.pid)))
-    assert launcher.stdout.read() == b"saved\n"
-    launcher.stdout.close()
+    assert output.read() == b"saved\n"
+    output.close()
 
 
 LEAVING = """
@@ -369,19 +367,10 @@ wait
 @pytest.fixture(params=[signal.SIGTERM, signal.SIGUSR1])
 def leaving(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """`run_alone` of a program that ends by a signal, and leaves one that saves its state then."""
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", ALONE, "", "/bin/sh", "-c", LEAVING],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        preexec_fn=os.setpgrp,  # a shell, which this is to it, has a group for each job
-    )
-    assert launcher.stdout is not None
-    assert launcher.stdout.readline() == b"ready\n"
+    # a shell, which this is to it, has a group for each job
+    launcher, output = launcher_of(LEAVING, cwd=tmp_path, preexec_fn=os.setpgrp)
     launcher.send_signal(request.param)
-    assert launcher.stdout.readline() == b"ends\n"
+    assert output.readline() == b"ends\n"
     try:
         yield launcher
         (tmp_path / "saved").touch()
@@ -391,7 +380,7 @@ def leaving(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[subproce
         with suppress(ProcessLookupError):
             os.killpg(launcher.pid, signal.SIGKILL)
         launcher.wait()
-        launcher.stdout.close()
+        output.close()
 
 
 def members(group: int) -> list[int]:
