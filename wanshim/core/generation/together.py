@@ -67,9 +67,7 @@ def prepare(workers: Workers, size: int, vae: Any, *, fast: bool) -> None:
         VaeFallback: they did not connect.
         WorkersFailed: a worker failed.
     """
-    file, number = workers.file, workers.key(vae)
-    parallel = of(vae, "decode", file, number, 0, size, workers.deadline, fast)
-    workers.ends_with(parallel.abandon)
+    parallel, file, number = _here(workers, size, vae, "decode", fast)
     calls = [
         workers.call(rank - 1, connect, vae, file, number, rank, size, workers.deadline, fast)
         for rank in range(1, size)
@@ -87,15 +85,21 @@ def run(workers: Workers, size: int, vae: Any, verb: str, given: torch.Tensor, *
         VaeFallback: the framework should do it.
         WorkersFailed: a worker failed.
     """
-    file, number = workers.file, workers.key(vae)
-    parallel = of(vae, verb, file, number, 0, size, workers.deadline, fast)
-    workers.ends_with(parallel.abandon)
+    parallel, file, number = _here(workers, size, vae, verb, fast)
     parallel.refuse_traced(given)
     calls = [
         workers.call(rank - 1, compute, vae, verb, file, number, rank, size, workers.deadline, fast, given)
         for rank in range(1, size)
     ]
     return _with_replies(calls, parallel, partial(parallel, given))
+
+
+def _here(workers: Workers, size: int, vae: Any, verb: str, fast: bool) -> tuple[ParallelVae, int, int]:
+    """The VAE as this process computes it, and the workers' file and number of it, by which they meet."""
+    file, number = workers.file, workers.key(vae)
+    parallel = of(vae, verb, file, number, 0, size, workers.deadline, fast)
+    workers.ends_with(parallel.abandon)
+    return parallel, file, number
 
 
 def _with_replies(calls: list[RemoteCall], parallel: ParallelVae, own: Callable[[], T]) -> T:
