@@ -182,7 +182,7 @@ def test_processes_of_one_file_connect_over_the_loopback_address_alone(
 
     def add_up(group: Group) -> float:
         wait = partial(group.store.wait, limit=LONG)
-        peers = group.connect("sum", torch.device("cpu"), LONG, wait=wait)
+        peers = group.connect("sum", torch.device("cpu"), LONG, group, wait=wait)
         value = torch.ones(1) + group.rank
         peers.allreduce([value]).wait()
         return value.item()
@@ -194,7 +194,7 @@ def test_processes_of_one_file_connect_over_the_loopback_address_alone(
 def test_process_that_is_gone_ends_the_wait_for_its_connection(file: int) -> None:
     group = Group.of_file(file, "half", (0, 1), 0)
     ends = at_once(
-        lambda: group.connect("link", torch.device("cpu"), LONG, wait=partial(group.store.wait, limit=LONG)),
+        lambda: group.connect("link", torch.device("cpu"), LONG, group, wait=partial(group.store.wait, limit=LONG)),
         group.store.gone.set,
     )
     assert str(ends[0]) == "a process is gone"

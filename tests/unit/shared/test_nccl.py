@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -18,6 +19,10 @@ from wanshim.core.ranks import nccl
 from wanshim.core.ranks.group import Group, LocalStore
 
 INTERFACE = "NCCL_SOCKET_IFNAME"
+
+
+class Holder:
+    """Whoever uses a group."""
 
 
 @pytest.mark.parametrize("before", [None, "3"])
@@ -61,6 +66,11 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
             if arguments:
                 found["constructor"] = os.environ.get(nccl._ERROR_HANDLING)
 
+        def abort(self) -> None:
+            found["aborts"] = found.get("aborts", "") + "|"
+
+        shutdown = _set_default_timeout = lambda self, *_: None
+
         def send(self, *_: Any) -> None:
             found["connecting"] = os.environ.get(nccl._ERROR_HANDLING)
             found["interface"] = os.environ.get(INTERFACE)
@@ -77,7 +87,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
 
 
 def test_variable_is_there_while_a_group_is_constructed_and_not_while_it_connects(seen: dict[str, str | None]) -> None:
-    nccl.connect(dist.HashStore(), 0, 2, torch.device("cpu"), timedelta(seconds=5))
+    holder = Holder()
+    nccl.connect(dist.HashStore(), 0, 2, torch.device("cpu"), timedelta(seconds=5), holder)
     assert seen == {"constructor": "0", "connecting": None, "interface": None}
 
 
@@ -91,7 +102,7 @@ def test_group_of_one_machine_listens_on_the_loopback_interface_unless_the_proce
         monkeypatch.setenv(INTERFACE, own)
     monkeypatch.setattr(dist, "is_initialized", lambda: job)
     group = Group(range(2), 0, LocalStore(dist.HashStore()))
-    group.connect("tensors", torch.device("cuda", 0), timedelta(seconds=5))
+    group.connect("tensors", torch.device("cuda", 0), timedelta(seconds=5), group)
     assert seen["interface"] == interface
     assert os.environ.get(INTERFACE) == own  # a process that this one starts chooses for itself
 
@@ -181,8 +192,35 @@ def test_exit_waits_for_an_abort_but_not_for_ever(ends: bool, monkeypatch: pytes
     thread.join(60)
 
 
+@pytest.mark.parametrize("closed", [False, True])
+def test_group_is_aborted_once_with_its_holder(closed: bool, seen: dict[str, str | None]) -> None:
+    """As torch reports one that is deleted open: a program's pipeline, its VAE and their connections may go at any
+    time, and before the interpreter."""
+    holder = Holder()
+    group = nccl.connect(dist.HashStore(), 0, 2, torch.device("cpu"), timedelta(seconds=5), holder)
+    if closed:
+        nccl.abort(group)
+    assert seen.get("aborts") == ("|" if closed else None)
+    del holder
+    gc.collect()
+    assert seen["aborts"] == "|"
+
+
+def test_group_of_another_process_is_left_alone(seen: dict[str, str | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    holder = Holder()
+    nccl.connect(dist.HashStore(), 0, 2, torch.device("cpu"), timedelta(seconds=5), holder)
+    monkeypatch.setattr(os, "getpid", lambda: 0)  # as a child that was forked has another one
+    del holder
+    gc.collect()
+    assert "aborts" not in seen
+
+
 AT_EXIT = """
-import atexit
+import atexit, torch
+import torch.distributed as dist
+from contextlib import nullcontext
+from datetime import timedelta
+from unittest.mock import patch
 from wanshim.core.ranks import nccl
 
 class Group:
@@ -199,8 +237,18 @@ class Owner:
     def __del__(self, abort=nccl.abort, group=Group("deleted")):
         abort(group)
 
+class Peers(Group):
+    Options = staticmethod(lambda **_: Group("options"))
+
+    def __init__(self, *_):
+        self.name = "held"
+
+    send = recv = _start_coalescing = lambda self, *_: None
+    _end_coalescing = wait = lambda self: self
+
 owner = Owner()
-kept = []
+with patch.object(dist, "ProcessGroupNCCL", Peers), patch.object(torch.cuda, "device", lambda device: nullcontext()):
+    kept = [nccl.connect(None, 0, 2, torch.device("cpu"), timedelta(seconds=5), owner)]
 atexit.register(lambda: kept.append(nccl.abort(Group("registered"))))
 """
 
@@ -208,7 +256,7 @@ atexit.register(lambda: kept.append(nccl.abort(Group("registered"))))
 @pytest.mark.slow
 def test_groups_are_aborted_while_the_interpreter_ends() -> None:
     ended = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=60, check=True)
-    assert (ended.stdout.split(), ended.stderr) == (["registered", "deleted"], "")
+    assert (ended.stdout.split(), ended.stderr) == (["registered", "held", "deleted"], "")
 
 
 SLOW = """

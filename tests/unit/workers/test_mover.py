@@ -38,7 +38,9 @@ def test_each_tensor_goes_to_each_rank_in_groups_that_end_before_the_next(
     monkeypatch.setattr(module, "_AT_ONCE", 3)
     peers = Noted()
     tensors = [torch.tensor(number) for number in range(count)]
-    Mover(torch.device("cpu"), peers)._in_groups(tensors, [(1, peers.send), (2, peers.send)])
+    mover = Mover(torch.device("cpu"))
+    mover._peers = peers
+    mover._in_groups(tensors, [(1, peers.send), (2, peers.send)])
     assert [len(group) for group in peers.groups] == sizes
     assert list(chain.from_iterable(peers.groups)) == [(number, rank) for number in range(count) for rank in (1, 2)]
     assert peers.ended == len(sizes)

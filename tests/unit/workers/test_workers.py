@@ -345,27 +345,6 @@ def there_if(device, there):
 
 
 @pytest.mark.usefixtures("forked")
-def test_what_is_connected_with_the_workers_is_closed_before_they_end(model):
-    workers = Workers(CPU, [CPU], deadline=60)
-    workers.hold(model)
-    (pid,) = workers.pids
-    closed: list[bool] = []
-
-    class Connection:
-        def close(self) -> None:
-            closed.append(alive(pid))
-
-    kept, gone = Connection(), Connection()
-    for connection in (kept, kept, gone):
-        workers.ends_with(connection.close)
-    del connection, gone  # nobody is kept alive for this
-    del workers
-    gc.collect()
-    assert closed == [True]
-    assert not alive(pid)
-
-
-@pytest.mark.usefixtures("forked")
 def test_a_worker_without_memory_for_a_copy_leaves_the_call_to_the_program(model):
     workers = Workers(CPU, [CPU], deadline=60)
     workers.hold(model)

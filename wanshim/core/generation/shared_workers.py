@@ -66,7 +66,6 @@ class SharedWorkers:
             if any(other != workers.file for other, _ in self._groups):  # of workers that are gone
                 tokens.close_all(self._groups)
             self._groups[key] = tokens.join(half, workers.file, 0)
-            workers.ends_with(self._groups[key].close)
         return self._groups[key]
 
     def leave(self, user: SharedPipeline) -> None:

@@ -97,9 +97,7 @@ def run(workers: Workers, size: int, vae: Any, verb: str, given: torch.Tensor, *
 def _here(workers: Workers, size: int, vae: Any, verb: str, fast: bool) -> tuple[ParallelVae, int, int]:
     """The VAE as this process computes it, and the workers' file and number of it, by which they meet."""
     file, number = workers.file, workers.key(vae)
-    parallel = of(vae, verb, file, number, 0, size, workers.deadline, fast)
-    workers.ends_with(parallel.abandon)
-    return parallel, file, number
+    return of(vae, verb, file, number, 0, size, workers.deadline, fast), file, number
 
 
 def _with_replies(calls: list[RemoteCall], parallel: ParallelVae, own: Callable[[], T]) -> T:

@@ -158,6 +158,7 @@ class Group:
         link: str,
         device: Any,
         limit: timedelta,
+        holder: object,
         *,
         wait: Callable[[list[str]], None] | None = None,
         high_priority: bool = False,
@@ -171,7 +172,7 @@ class Group:
             limit: for the connection, and for each wait of gloo's.
             wait: returns when these keys are set, or raises. None: the backend waits for all ranks, which ends for no
                 failure.
-            high_priority: see `nccl.connect`.
+            holder, high_priority: see `nccl.connect`.
 
         Raises:
             RuntimeError: they did not connect.
@@ -187,7 +188,7 @@ class Group:
         store = dist.PrefixStore(link, self.store.store if self.is_local else self.store)
         if device.type == "cuda":
             ranks, local = (self.rank, self.size), self.is_local
-            return nccl.connect(store, *ranks, device, limit, high_priority=high_priority, local=local)
+            return nccl.connect(store, *ranks, device, limit, holder, high_priority=high_priority, local=local)
         if not self.is_local:
             return dist.ProcessGroupGloo(store, self.rank, self.size, limit)
         backend: Any = dist.ProcessGroupGloo

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -23,8 +24,9 @@ _WATCHDOG_SECONDS = 0.25
 _ABORT_SECONDS = 2.0
 _EXIT_SECONDS = 20.0
 _one_at_a_time = threading.Lock()
-# By the id of a group, which its thread keeps alive.
+# By the id of a group, which its thread, or its holder's finalizer, keeps alive.
 _aborting: WeakValueDictionary[int, threading.Thread] = WeakValueDictionary()
+_held: dict[int, weakref.finalize[Any, Any]] = {}
 _starting = threading.RLock()  # a finalizer aborts another group wherever the interpreter collects what is unused
 _INTERFACE = "NCCL_SOCKET_IFNAME"
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -36,16 +38,20 @@ def connect(
     size: int,
     device: torch.device,
     patience: timedelta,
+    holder: object,
     *,
     high_priority: bool = False,
     local: bool = False,
 ) -> Any:
     """The group, with all its ranks connected; every rank must call it.
 
+    torch prints a warning of a group that is deleted open, so it is aborted with its holder, and with the interpreter.
+
     NCCL connects at the first traffic, waits for it without limit, and for every rank: so all send one value around,
     those that will have nothing to send too, in a thread that can be left behind.
 
     Args:
+        holder: whoever uses the group until it is aborted.
         high_priority: its kernels start before those of other streams that wait for a free multiprocessor.
         local: all ranks are on this machine; their sockets listen on the loopback address.
 
@@ -76,7 +82,14 @@ def connect(
         raise RuntimeError(f"not all ranks came within {patience.total_seconds():g} s")
     if failed:
         raise failed[0]
+    _held[id(peers)] = weakref.finalize(holder, _abort_here, os.getpid(), peers)
     return peers
+
+
+def _abort_here(pid: int, peers: Any) -> None:
+    """A process that is forked has the holder, too, and no thread of NCCL's."""
+    if pid == os.getpid():
+        abort(peers, idle=True)
 
 
 def abort(peers: Any, *, idle: bool = False) -> threading.Thread:
@@ -92,6 +105,8 @@ def abort(peers: Any, *, idle: bool = False) -> threading.Thread:
     """
     if idle:
         time.sleep(_WATCHDOG_SECONDS)
+    if (held := _held.pop(id(peers), None)) is not None:
+        held.detach()
 
     def leave() -> None:
         for name in ("abort", "shutdown"):  # not every release of torch has both

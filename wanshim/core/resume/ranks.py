@@ -28,7 +28,7 @@ class Ranks:
         self._work: Any = None
         self._peers: Any = None
         if self.size > 1:
-            self._peers = self._group.connect("wanshim/votes", self._votes.device, timedelta(seconds=WAIT_S))
+            self._peers = self._group.connect("wanshim/votes", self._votes.device, timedelta(seconds=WAIT_S), self)
             # gloo may connect at the first traffic (TORCH_GLOO_LAZY_INIT), and then waits for a rank that is gone
             self._peers.allreduce([self._votes]).wait()
 

@@ -300,6 +300,7 @@ class SequenceGroup:
                     f"peers/{self._connections}",
                     over,
                     limit,
+                    self,
                     wait=lambda keys: self.poll(lambda: self.store.check(keys), interval=0.005),
                     high_priority=True,
                 )

@@ -34,11 +34,11 @@ class Mover:
 
     Args:
         device: of this process's modules.
-        peers: a NCCL group of all processes; None: everything goes over links.
     """
 
-    def __init__(self, device: torch.device, peers: Any = None) -> None:
-        self._device, self._peers = device, peers
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._peers: Any = None  # a NCCL group of all processes; None: everything goes over links
 
     @classmethod
     def over_nccl(cls, device: torch.device, file: int, rank: int, size: int, patience: float) -> Mover:
@@ -48,7 +48,9 @@ class Mover:
             RuntimeError: they did not meet within `patience` seconds.
         """
         group = Group.of_file(file, "tensors", range(size), rank)
-        return cls(device, group.connect("nccl", device, timedelta(seconds=patience)))
+        mover = cls(device)
+        mover._peers = group.connect("nccl", device, timedelta(seconds=patience), mover)
+        return mover
 
     def send(self, tensors: Iterable[torch.Tensor], to: Mapping[int, Link]) -> None:
         """Send to the processes of these ranks. Work of the current stream that follows is ordered behind it."""

@@ -13,7 +13,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
-from weakref import WeakMethod, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -73,7 +73,7 @@ class Workers:
         self._streamed: dict[int, int] = {}  # by key, bytes on a device of copies that stream; 0: they do not
         self._freed: deque[int] = deque()  # keys of modules that are gone, of which workers have copies
         self._exchanging = threading.Lock()  # messages and the tensors behind them are one
-        weakref.finalize(self, _end_for_good, self._owner, self._running)
+        weakref.finalize(self, _end, self._owner, self._running)
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -342,11 +342,6 @@ class Workers:
             self._running.mover.send(tensors, {place + 1: worker.link})
         return RemoteCall(self, place)
 
-    def ends_with(self, method: Callable[[], None]) -> None:
-        """Have a bound method of an object that lives by then called when this one ends, as with the interpreter: torch
-        reports a connection that is left open there. A failure of workers closes what it must itself."""
-        self._running.closing.add(WeakMethod(method))
-
     def close(self) -> None:
         """End the workers. Safe to call twice; `hold` starts new ones."""
         _end(self._owner, self._running)
@@ -501,7 +496,6 @@ class _Running:
         self.are_ready = False
         self.file: int | None = None
         self.mover = Mover(device)
-        self.closing: set[WeakMethod[Callable[[], None]]] = set()  # what else is connected with the workers
         self.ending = threading.RLock()  # a worker's failure and an interrupt may end them at once
 
     def connect(self, file: int, size: int, patience: float) -> None:
@@ -522,15 +516,6 @@ def _end(owner: Owner, running: _Running) -> None:
         running.copies.clear()
         while running.workers:
             running.workers.pop().end()
-
-
-def _end_for_good(owner: Owner, running: _Running) -> None:
-    while owner.is_here and running.closing:
-        with contextlib.suppress(Exception):
-            method = running.closing.pop()()
-            if method is not None:
-                method()
-    _end(owner, running)
 
 
 def _free(workers: weakref.ref[Workers], key: int) -> None:

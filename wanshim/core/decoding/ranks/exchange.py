@@ -193,7 +193,7 @@ class Comm:
         self.step = "connect"
         try:
             wait = partial(self._store.wait, limit=limit) if self._group.is_local else None
-            self._peers = self._group.connect(f"p2p/{link}", self.device, limit, wait=wait)
+            self._peers = self._group.connect(f"p2p/{link}", self.device, limit, self, wait=wait)
         except RuntimeError as error:
             raise PeerLost("connect", first_line(error)) from error
         self._link = link
