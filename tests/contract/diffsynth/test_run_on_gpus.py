@@ -533,6 +533,31 @@ def test_failure_ends_the_job_with_rank_place_and_cause_in_the_last_line(tmp_pat
     assert sum("Traceback" in line for line in traceback) == 1
 
 
+LEAVES = """
+import os, sys
+import torch.distributed as dist
+destroy = dist.destroy_process_group
+dist.destroy_process_group = lambda: (destroy(), print("left", flush=True))
+dist.init_process_group("gloo")
+if sys.argv[1] == "forks":
+    if os.fork() == 0:
+        sys.exit()
+    os.wait()
+elif sys.argv[1] == "destroys":
+    destroy()
+elif sys.argv[1] == "raises":
+    raise ValueError
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("does", "left"), [("ends", 2), ("forks", 2), ("destroys", 0), ("raises", 0)])
+def test_ranks_leave_the_groups_of_a_program_that_knows_of_none(tmp_path: Path, does: str, left: int) -> None:
+    """torch prints a warning of NCCL's that are open as the interpreter ends."""
+    done = two(tmp_path, LEAVES, does)
+    assert (done.stdout.count("left"), done.returncode) == (left, int(does == "raises")), done.stderr
+
+
 LOADS = """
 import os
 from torch.utils.data import DataLoader, Dataset

@@ -10,12 +10,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from wanshim.core.model_split.bridge import Bridge
+from wanshim.core.model_split.draws import Draws
 from wanshim.core.model_split.pin import pin
 from wanshim.core.model_split.plan import SplitPlan, plan_split
 from wanshim.core.model_split.quantize import quantize_base
@@ -44,6 +46,7 @@ class SplitHandle:
     def __init__(self, model: nn.Module, plan: SplitPlan) -> None:
         self.model = model
         self.plan = plan
+        self.draws = Draws(torch.device(plan.home))
         # what runs one after the other: the stage, and the modules of which one is called
         self.units: list[tuple[int, list[nn.Module]]] = []
         # every module and the device it was given
@@ -309,7 +312,13 @@ def _connect(handle: SplitHandle) -> dict[str, Bridge]:
             handle.undo.add(module.register_forward_pre_hook(before, with_kwargs=True).remove)
             if last:
                 handle.undo.add(module.register_forward_hook(bridges[places[stage + 1]].after).remove)
+                carry = partial(_carry, handle.draws, *map(torch.device, places[stage : stage + 2]))
+                handle.undo.add(module.register_forward_hook(carry).remove)
     return bridges
+
+
+def _carry(draws: Draws, source: torch.device, target: torch.device, *_: Any) -> None:
+    draws.carry(source, target)
 
 
 def _pin(model: nn.Module, names: Sequence[str], exits: Sequence[str], handle: SplitHandle) -> None:

@@ -60,6 +60,7 @@ class Pipeline:
         self._runs: list[MicroBatchRun] = []
         self._weights = {id(weight) for _, unit in handle.units for module in unit for weight in module.parameters()}
         self._undo = handle.attach(Undo())
+        self._undo.set(handle.draws, {"are_carried": False})
         for i, (stage, modules) in enumerate(handle.units):
             last = i + 1 == len(handle.units) or handle.units[i + 1][0] != stage
             for module in modules:

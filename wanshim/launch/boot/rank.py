@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -74,6 +75,22 @@ def record_failure() -> None:
             print_traceback(kind, error, trace)
 
     sys.excepthook = record
+
+
+def leave_job_at_exit() -> None:
+    """Have torch's process groups destroyed: a program for one GPU knows of none, and torch prints a warning of those
+    that are left. Behind an error the other ranks may still wait in them."""
+    process = os.getpid()
+
+    def leave() -> None:
+        dist = sys.modules.get("torch.distributed")
+        if dist is None or getattr(sys, "last_value", None) is not None or os.getpid() != process:
+            return
+        with suppress(Exception):
+            if dist.is_available() and dist.is_initialized():
+                dist.destroy_process_group()
+
+    atexit.register(leave)
 
 
 def _is_refused() -> bool:

@@ -37,6 +37,7 @@ def _activate() -> None:
             from wanshim.launch.boot import made_folders
 
             rank.record_failure()
+            rank.leave_job_at_exit()
             made_folders.share()
     except Exception as error:
         if sys.stderr is not None:  # `print` to a closed one goes to standard output
