@@ -47,6 +47,11 @@ def pytest_configure_node(node: Any) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if "forks" in getattr(config, "workerinput", {}):
         forking.share(config.workerinput["forks"])  # type: ignore[attr-defined]
+    if importlib.util.find_spec("hypothesis") is not None:  # a machine with GPUs may lack it
+        from hypothesis import settings
+
+        settings.register_profile("untimed", deadline=None)  # else an example is held to 200 ms
+        settings.load_profile("untimed")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses among them

@@ -80,7 +80,7 @@ RUNS = st.dictionaries(
 
 
 @pytest.mark.slow
-@fuzz(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@fuzz(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(RECORDS, RUNS)
 def test_any_json_in_the_logs_gives_a_status_that_is_json(
     tmp_path: Path, records: list[dict[str, object]], run: dict[str, object]

@@ -50,7 +50,7 @@ class Rank:
 sizes = st.tuples(st.integers(2, 5), st.integers(0, 7), st.integers(0, 9), st.integers(1, 3), st.integers(1, 3))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(sizes)
 def test_every_element_comes_where_it_belongs_and_back(size: tuple[int, ...]) -> None:
     ranks, more_heads, more_tokens, batch, dim = size
@@ -70,7 +70,7 @@ def test_every_element_comes_where_it_belongs_and_back(size: tuple[int, ...]) ->
         assert torch.equal(back[rank], local[rank])
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(sizes)
 def test_heads_of_tokens_that_all_ranks_have_come_together_again(size: tuple[int, ...]) -> None:
     ranks, more_heads, tokens, batch, dim = size

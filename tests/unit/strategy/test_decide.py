@@ -535,7 +535,7 @@ def plan_or_none(job: TrainingJob, gib: float) -> TrainingPlan | None:
         return None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(job=jobs, gib=st.floats(4, 160))
 def test_every_plan_fits_by_its_own_prediction_and_every_alternative_has_a_reason(job: TrainingJob, gib: float) -> None:
     plan = plan_or_none(job, gib)
@@ -547,7 +547,7 @@ def test_every_plan_fits_by_its_own_prediction_and_every_alternative_has_a_reaso
     assert all(one.gain is not None or one.reason for one in plan.alternatives)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(job=jobs, gib=st.floats(4, 80), more=st.floats(0, 80))
 def test_more_memory_never_takes_a_plan_away(job: TrainingJob, gib: float, more: float) -> None:
     smaller, larger = plan_or_none(job, gib), plan_or_none(job, gib + more)
@@ -559,7 +559,7 @@ def test_more_memory_never_takes_a_plan_away(job: TrainingJob, gib: float, more:
         assert larger.streamed_blocks <= smaller.streamed_blocks or larger.step != smaller.step
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(job=jobs, gib=st.floats(4, 160))
 def test_deciding_twice_gives_the_same_plan(job: TrainingJob, gib: float) -> None:
     assert plan_or_none(job, gib) == plan_or_none(job, gib)
