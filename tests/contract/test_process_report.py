@@ -132,8 +132,17 @@ def test_sigterm_that_the_program_handles_is_its_own() -> None:
     assert (status, sum(REPORT in line for line in lines)) == (7, 1)
 
 
-def test_sigusr2_prints_what_ran_so_far_and_the_process_goes_on() -> None:
-    process = start(ACTIVATE, MEET, "meet(); wait()")
+IN_A_THREAD = """
+import threading, wanshim
+thread = threading.Thread(target=wanshim.activate)
+thread.start(); thread.join()
+"""
+
+
+@pytest.mark.parametrize("activated", [ACTIVATE, IN_A_THREAD], ids=["main thread", "another thread"])
+def test_sigusr2_prints_what_ran_so_far_and_the_process_goes_on(activated: str) -> None:
+    """vLLM-Omni's engine loads the plugins in a thread of its own, and with one GPU its worker is that process."""
+    process = start(activated, MEET, "meet(); wait()")
     signalled(process, signal.SIGUSR2)
     time.sleep(1)
     assert process.poll() is None
