@@ -163,12 +163,14 @@ class ProcessReport:
             say(f"on in process {os.getpid()}: {'; '.join(groups)}")
 
     def _print_note(self, state: SeamState, text: str) -> None:
+        if not settings.is_local_rank_0():
+            return
         feature = next((name for name, run in self.process.runs.items() if state in run.seams), state.seam.target)
         say(f"{feature}: " + text.replace("\n", "\n  "))
 
     def end(self) -> None:
         """Print what ran, once a process; nothing where no selected framework was imported."""
-        if self._ended_in == os.getpid():
+        if self._ended_in == os.getpid() or not settings.is_local_rank_0():
             return
         self._ended_in = os.getpid()
         selected = self.process.report().selected

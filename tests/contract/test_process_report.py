@@ -179,6 +179,25 @@ def test_forked_worker_reports_what_it_called_itself_and_one_without_a_call_noth
     assert sum(REPORT in line for line in lines) == 1
 
 
+RANKED = """
+import multiprocessing
+def work(rank):
+    os.environ["LOCAL_RANK"] = rank
+    meet()
+for rank in "01":
+    worker = multiprocessing.get_context("fork").Process(target=work, args=(rank,))
+    worker.start(); worker.join()
+"""
+
+
+def test_worker_that_learns_its_local_rank_after_its_start_reports_if_that_is_0() -> None:
+    """The workers of FastVideo's and vLLM-Omni's executors do, and all of them carry out one call."""
+    _, lines = finish(start(ACTIVATE, MEET, RANKED))
+    assert sum(" ends:" in line for line in lines) == 1
+    assert sum(REPORT in line for line in lines) == 1
+    assert sum(line.startswith("wanshim: torch.pg_timeout: ") for line in lines) == 1
+
+
 TERMINATED = """
 import multiprocessing
 started = multiprocessing.get_context("fork").Event()
