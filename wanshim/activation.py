@@ -549,4 +549,5 @@ def _feature_state(run: FeatureRun | None, decision: Decision, seams: Sequence[S
         if state in states:
             return state
     required = [state for state, of in zip(states, run.seams) if of.required]
-    return State.REGISTERED if State.REGISTERED in required else State.APPLIED
+    waits = State.REGISTERED in required or set(states) == {State.REGISTERED}
+    return State.REGISTERED if waits else State.APPLIED

@@ -36,6 +36,7 @@ ON_REQUEST = signal.SIGUSR2
 LOCK_WAIT_S = 2.0
 STARTS = (("os", "fork"), ("os", "posix_spawn"), ("_posixsubprocess", "fork_exec"), ("subprocess", "_fork_exec"))
 AGAIN_S = 5.0  # in which a signal to end that comes again is the same one
+_pending: list[Any] = []  # calls that the main thread has yet to make: Python holds no reference to them
 
 
 class Process(Protocol):
@@ -87,8 +88,7 @@ class ProcessReport:
         seam.on_note = self._print_note
         atexit.register(self.end)
         self._end_before_exit()
-        if threading.current_thread() is threading.main_thread():
-            self._take_signals(read)
+        _in_main_thread(lambda: self._take_signals(read))
 
     # -- the ways in which a process ends -------------------------------------------------------------
 
@@ -163,12 +163,14 @@ class ProcessReport:
             say(f"on in process {os.getpid()}: {'; '.join(groups)}")
 
     def _print_note(self, state: SeamState, text: str) -> None:
+        if not settings.is_local_rank_0():
+            return
         feature = next((name for name, run in self.process.runs.items() if state in run.seams), state.seam.target)
         say(f"{feature}: " + text.replace("\n", "\n  "))
 
     def end(self) -> None:
         """Print what ran, once a process; nothing where no selected framework was imported."""
-        if self._ended_in == os.getpid():
+        if self._ended_in == os.getpid() or not settings.is_local_rank_0():
             return
         self._ended_in = os.getpid()
         selected = self.process.report().selected
@@ -247,6 +249,23 @@ class ProcessReport:
             for stream in filter(None, (sys.stdout, sys.stderr)):
                 stream.flush()
             os._exit(1)  # Python ignores an exception and a SystemExit of an exit handler
+
+
+def _in_main_thread(call: Callable[[], None]) -> None:
+    """Python sets handlers of signals in the main thread alone, and vLLM-Omni's engine loads plugins in another: the
+    call is left to the main thread then, which makes it as soon as it runs Python."""
+    if threading.current_thread() is threading.main_thread():
+        call()
+        return
+    import ctypes  # needed by few
+
+    def pending(_: object) -> int:
+        with suppress(Exception):  # nobody is there to catch it
+            call()
+        return 0
+
+    _pending.append(ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(pending))
+    ctypes.pythonapi.Py_AddPendingCall(_pending[-1], None)
 
 
 def _ran_beneath_another(row: ReportRow) -> bool:

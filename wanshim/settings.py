@@ -628,11 +628,20 @@ def engine_of(environ: Mapping[str, str] | None = None, *, launched: bool) -> st
 def launched() -> tuple[int, int] | None:
     """The local rank of this process and the number of them, if its launcher names both now: a process that was forked
     since the settings were read may have got others."""
-    rank, size = (os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    rank = rank or "0"
+    rank, size = _local_rank(), os.environ.get("LOCAL_WORLD_SIZE", "")
     if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
         return None
     return int(rank), int(size)
+
+
+def is_local_rank_0() -> bool:
+    """Whether this process speaks for its machine, as its environment says now: a worker of a framework's executor
+    learns its rank after it has started."""
+    return _local_rank() == "0"
+
+
+def _local_rank() -> str:
+    return os.environ.get("LOCAL_RANK") or "0"
 
 
 def is_one_of_several() -> bool:

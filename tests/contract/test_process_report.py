@@ -132,8 +132,17 @@ def test_sigterm_that_the_program_handles_is_its_own() -> None:
     assert (status, sum(REPORT in line for line in lines)) == (7, 1)
 
 
-def test_sigusr2_prints_what_ran_so_far_and_the_process_goes_on() -> None:
-    process = start(ACTIVATE, MEET, "meet(); wait()")
+IN_A_THREAD = """
+import threading, wanshim
+thread = threading.Thread(target=wanshim.activate)
+thread.start(); thread.join()
+"""
+
+
+@pytest.mark.parametrize("activated", [ACTIVATE, IN_A_THREAD], ids=["main thread", "another thread"])
+def test_sigusr2_prints_what_ran_so_far_and_the_process_goes_on(activated: str) -> None:
+    """vLLM-Omni's engine loads the plugins in a thread of its own, and with one GPU its worker is that process."""
+    process = start(activated, MEET, "meet(); wait()")
     signalled(process, signal.SIGUSR2)
     time.sleep(1)
     assert process.poll() is None
@@ -168,6 +177,25 @@ def test_forked_worker_reports_what_it_called_itself_and_one_without_a_call_noth
     _, lines = finish(start(ACTIVATE, MEET, FORKED))
     assert sum(" ends:" in line for line in lines) == 1
     assert sum(REPORT in line for line in lines) == 1
+
+
+RANKED = """
+import multiprocessing
+def work(rank):
+    os.environ["LOCAL_RANK"] = rank
+    meet()
+for rank in "01":
+    worker = multiprocessing.get_context("fork").Process(target=work, args=(rank,))
+    worker.start(); worker.join()
+"""
+
+
+def test_worker_that_learns_its_local_rank_after_its_start_reports_if_that_is_0() -> None:
+    """The workers of FastVideo's and vLLM-Omni's executors do, and all of them carry out one call."""
+    _, lines = finish(start(ACTIVATE, MEET, RANKED))
+    assert sum(" ends:" in line for line in lines) == 1
+    assert sum(REPORT in line for line in lines) == 1
+    assert sum(line.startswith("wanshim: torch.pg_timeout: ") for line in lines) == 1
 
 
 TERMINATED = """

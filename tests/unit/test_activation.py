@@ -185,6 +185,13 @@ def test_missing_target_that_is_not_required_is_passed_over(wan: Fake) -> None:
     assert [s.state for s in row.seams] == ["exercised", "registered"]
 
 
+def test_feature_of_optional_seams_alone_is_registered_until_one_is_in_place(wan: Fake) -> None:
+    wan.offer(replace(REPAIR, seams=tuple(a_seam(f"dit:{name}", required=False) for name in ("forward", "missing"))))
+    assert states(wanshim.activate())["fakewan.repair"] == "registered"
+    wan.dit()
+    assert states()["fakewan.repair"] == "applied"
+
+
 KINDS = pytest.mark.parametrize("kind", [Kind.CLOSURE, Kind.WRAPT])
 
 
