@@ -43,7 +43,7 @@ from .devices import check_around, check_copied, check_plain, choose_devices, de
 from .first_forward import compare
 from .host_streams import OwnStreams, host_copy, settle, wait_for
 from .job import GenerationJob, Limits, Request
-from .own_code import is_installed
+from .own_code import called_by_program, is_installed
 from .plan import GenerationPlan, describe
 from .shared_workers import SharedWorkers
 
@@ -336,6 +336,9 @@ class _Call:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._shared._asides:  # no step of this call
                 return own(*args, **kwargs)
+            if called_by_program(self._binding.package, SharedPipeline.run.__code__):
+                with self._shared.aside():
+                    return own(*args, **kwargs)
             if forward.reads is not None:
                 kwargs = {name: value for name, value in kwargs.items() if name in forward.reads}
             if self._binding.device is not None:  # the hooks of an offload do this
