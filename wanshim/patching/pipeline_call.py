@@ -65,7 +65,7 @@ def _share(original: Callable[..., Any], seam: SeamState, bind: Bind, pipe: Any,
     from wanshim.core.generation import NotShared, SharedPipeline
     from wanshim.core.workers import AHEAD
 
-    bind = _readable(bind)
+    bind = readable(bind)
     read, name = seam.settings, type(pipe).__name__
     asks_for_one = _asks_for_one(read)
     if asks_for_one and not _replaces_offload(bind, pipe, *args, **kwargs):  # no block is streamed
@@ -110,7 +110,7 @@ def _share(original: Callable[..., Any], seam: SeamState, bind: Bind, pipe: Any,
     return result
 
 
-def _readable(bind: Bind) -> Bind:
+def readable(bind: Bind) -> Bind:
     """`bind`, for which a pipeline that it cannot read, as with an engine in place of a model, is one not shared."""
     from wanshim.core.generation import NotShared
     from wanshim.core.shared.fallback import cause_of

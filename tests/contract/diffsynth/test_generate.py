@@ -166,6 +166,30 @@ def test_subclass_whose_call_takes_other_arguments_is_shared(monkeypatch: pytest
     assert "Short on cpu, cpu: guidance over 2" in str(wanshim.report().row("diffsynth.generate").notes)
 
 
+def test_subclass_of_the_program_s_is_served_in_python(request: pytest.FixtureRequest) -> None:
+    pipe = wan_pipelines.MADE["t2v"]()
+    expected = generate(pipe, "t2v", num_inference_steps=1)
+
+    class Mine(type(pipe)):  # type: ignore[misc]
+        pass
+
+    class Short(Mine):
+        def __call__(self, text: str, **more: Any) -> Any:
+            return super().__call__(prompt=text, **more)
+
+    pipe.__class__ = Mine
+    handle = wanshim.parallelize_pipeline(pipe, gpus=2)
+    request.addfinalizer(handle.remove)
+    assert torch.equal(expected, generate(pipe, "t2v", num_inference_steps=1))
+    assert handle.plan.guidance == 2
+    handle.remove()
+    pipe.__class__ = Short
+    handle = wanshim.parallelize_pipeline(pipe, gpus=2)
+    request.addfinalizer(handle.remove)
+    with pytest.raises(ModelInvalid, match=r"Short cannot use several GPUs: it cannot be read: .*argument 'text'"):
+        pipe(text="a street")
+
+
 def test_merged_guidance_has_no_tea_cache_as_on_one_gpu(shared: SharedPipeline) -> None:
     """DiffSynth drops it there."""
     pipe, changed = wan_pipelines.MADE["t2v"](), {"cfg_merge": True, **TEA_CACHE}
