@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from wanshim import settings
 from wanshim.errors import ModelInvalid
-from wanshim.patching.pipeline_call import ABILITY, PREPARE, SHARED, Bind, request_of, run, takes
+from wanshim.patching.pipeline_call import ABILITY, PREPARE, SHARED, readable, request_of, run, takes
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
@@ -65,17 +65,20 @@ def parallelize_pipeline(
     from wanshim.core.generation import NotShared, SharedPipeline
     from wanshim.select import decision
 
-    framework = type(pipe).__module__.partition(".")[0]
-    name = f"{framework}.{ABILITY}"
     known = activation.CURRENT.known()
-    if name not in known.features:
-        raise _invalid(pipe, f"no adapter serves pipelines of {framework}")
+    packages = [
+        cls.__module__.partition(".")[0] for cls in type(pipe).__mro__
+    ]  # of a subclass, the program's own first
+    framework = next((each for each in packages if f"{each}.{ABILITY}" in known.features), None)
+    if framework is None:
+        raise _invalid(pipe, f"no adapter serves pipelines of {packages[0]}")
+    name = f"{framework}.{ABILITY}"
     feature = known.features[name]
     read = settings.read()
     decided = decision.decide(feature, known.frameworks[framework], activation.CURRENT.rows(), read)
     if not decided.applies:
         raise activation.unavailable(name, decided)
-    bind: Bind = importlib.import_module(f"wanshim.adapters.{framework}.{ABILITY}").bind
+    bind = readable(importlib.import_module(f"wanshim.adapters.{framework}.{ABILITY}").bind)
     if pipe in SHARED:
         raise _invalid(pipe, "it uses several GPUs already; call remove() on its handle first")
     wanted = settings.generation("gpus", gpus) if isinstance(gpus, str) else None

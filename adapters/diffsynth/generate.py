@@ -53,8 +53,8 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
     own = resolve_name(denoising.function)  # as it is now
     if _is_around(pipe.model_fn, own) and vars(pipe).get("model_fn") is not own:
         pipe.model_fn = own  # with what is around it now, as in workers: the pipeline is older
-    signature = inspect.signature(type(pipe).__call__)
-    given = signature.bind_partial(pipe, *args, **kwargs)
+    # of the method that has been called so: a subclass of the program's may have another
+    given = inspect.signature(resolve_name(denoising.pipeline).__call__).bind_partial(pipe, *args, **kwargs)
     given.apply_defaults()
     parts = _parts(pipe)
     _check(pipe, parts)
@@ -75,7 +75,7 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
     elif device is not None and offload is None:
         no_sequence = no_sequence or "its DiT is under VRAM management that keeps it on the GPU"
     merged = given.arguments.get("cfg_merge", False)
-    cached = given.arguments.get("tea_cache_l1_thresh") is not None
+    cached = given.arguments.get("tea_cache_l1_thresh") is not None and not merged  # which drops the caches
     may_change = runs_unseen or bool(own_steps)
     if cached and may_change:
         raise NotShared("code between steps may change what TeaCache has kept")
@@ -83,6 +83,7 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
     vae = getattr(pipe, "vae", None)
     return PipelineBinding(
         name=type(pipe).__name__,
+        package="diffsynth",
         forwards=(
             Forward(
                 owner=pipe,

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
+from diffsynth.core.vram.layers import AutoWrappedLinear
 from torch import nn
 
 
 class LoraLinear(nn.Linear):
-    """Computes as `diffsynth.core.vram.layers.AutoWrappedLinear` does, LoRA by LoRA."""
+    """Computes LoRA by LoRA, by the method of `AutoWrappedLinear`, which converts them to its input's dtype."""
+
+    lora_merger = None
 
     def set_loras(self, downs: Sequence[torch.Tensor], ups: Sequence[torch.Tensor]) -> None:
         """Set the LoRAs, (rank, in) and (out, rank) each, in place of what there was."""
@@ -19,8 +21,16 @@ class LoraLinear(nn.Linear):
             for name, weight in zip(("down", "up"), pair, strict=True):
                 self.register_buffer(f"{name}_{number}", weight, persistent=False)
 
+    @property
+    def lora_A_weights(self) -> list[torch.Tensor]:
+        """The name by which that method reads them."""
+        return list(self._buffers.values())[::2]
+
+    @property
+    def lora_B_weights(self) -> list[torch.Tensor]:
+        """The name by which that method reads them."""
+        return list(self._buffers.values())[1::2]
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = F.linear(x, self.weight, self.bias)
-        for number in range(len(self._buffers) // 2):
-            out = out + x @ getattr(self, f"down_{number}").T @ getattr(self, f"up_{number}").T
+        out: torch.Tensor = AutoWrappedLinear.lora_forward(self, x, super().forward(x))
         return out

@@ -221,6 +221,7 @@ def _binding(
     vae = getattr(pipe, "vae", None)
     return PipelineBinding(
         name=type(pipe).__name__,
+        package="diffusers",
         forwards=tuple(
             Forward(
                 owner=model,

@@ -65,14 +65,14 @@ def _share(original: Callable[..., Any], seam: SeamState, bind: Bind, pipe: Any,
     from wanshim.core.generation import NotShared, SharedPipeline
     from wanshim.core.workers import AHEAD
 
-    bind = _readable(bind)
+    bind = readable(bind)
     read, name = seam.settings, type(pipe).__name__
     asks_for_one = _asks_for_one(read)
     if asks_for_one and not _replaces_offload(bind, pipe, *args, **kwargs):  # no block is streamed
         seam.pass_by() if seam.unneeded else seam.not_needed("one GPU was asked for, over which nothing is shared")
         return original(pipe, *args, **kwargs)
     before = (0, 0)
-    shared = None
+    shared, left = None, ""
     try:
         if vae_method.is_a_rank():
             raise NotShared("several processes run this program; start it once")
@@ -86,14 +86,10 @@ def _share(original: Callable[..., Any], seam: SeamState, bind: Bind, pipe: Any,
         result = run(shared, bind, original, pipe, *args, **kwargs)
     except NotShared as reason:
         AHEAD.end()
-        if asks_for_one:
-            seam.fall_back(f"{name} keeps the script's offload: {reason}")
-            return original(pipe, *args, **kwargs)
-        if read.strict:
+        if read.strict and not asks_for_one:
             seam.fail()
             raise _unavailable(name, str(reason)) from reason
-        seam.fall_back(f"{name} on one GPU: {reason}")
-        return original(pipe, *args, **kwargs)
+        left = f"{name} keeps the script's offload: {reason}" if asks_for_one else f"{name} on one GPU: {reason}"
     except BaseException as error:
         done = 0 if shared is None else shared.shared_forwards - before[0]
         if isinstance(error, WanshimError) or not done:
@@ -101,6 +97,9 @@ def _share(original: Callable[..., Any], seam: SeamState, bind: Bind, pipe: Any,
         else:  # the program's own, as of a callback, behind forwards that were shared
             seam.notes.append(f"{name}: {type(error).__name__} ended a call, of which {done} forwards were shared")
         raise
+    if shared is None or left:  # behind the handler: an error of the program's own has no context of ours
+        seam.fall_back(left)
+        return original(pipe, *args, **kwargs)
     if asks_for_one and shared.plan is not None and shared.plan.replaces_offload:
         return result
     if shared.plan is not None and shared.plan.gpus == 1:
@@ -111,7 +110,7 @@ def _share(original: Callable[..., Any], seam: SeamState, bind: Bind, pipe: Any,
     return result
 
 
-def _readable(bind: Bind) -> Bind:
+def readable(bind: Bind) -> Bind:
     """`bind`, for which a pipeline that it cannot read, as with an engine in place of a model, is one not shared."""
     from wanshim.core.generation import NotShared
     from wanshim.core.shared.fallback import cause_of

@@ -102,6 +102,101 @@ def test_what_the_progress_bar_of_a_program_changes_between_steps_is_computed(
     assert torch.equal(expected, found) if way == (2, 1) else (found - expected).abs().max() <= 1e-5
 
 
+def of_the_bar(pipe: Any, forward: Callable[[], object], changed: dict[str, Any]) -> None:
+    def bar(steps: Iterable[Any]) -> Iterator[Any]:
+        for step in steps:
+            yield step
+            forward()
+
+    changed["progress_bar_cmd"] = bar
+
+
+def of_a_unit(pipe: Any, forward: Callable[[], object], changed: dict[str, Any]) -> None:
+    from diffsynth.diffusion.base_pipeline import PipelineUnit
+
+    class Unit(PipelineUnit):  # type: ignore[misc]
+        def process(self, pipe: Any) -> dict[str, Any]:
+            forward()
+            return {}
+
+    pipe.units.append(Unit(input_params=()))
+
+
+def of_the_pictures(pipe: Any, forward: Callable[[], object], changed: dict[str, Any]) -> None:
+    pipe.vae_output_to_video = lambda video: (forward(), video)[1]
+
+
+@pytest.mark.parametrize("way", [(2, 1), pytest.param((1, 2), marks=pytest.mark.slow)], ids=["guidance", "tokens"])
+@pytest.mark.parametrize("place", [of_the_bar, of_a_unit, of_the_pictures])
+def test_forward_that_the_program_calls_within_a_call_is_none_of_the_loop_s(
+    place: Callable[..., None], way: tuple[int, int], shared: SharedPipeline
+) -> None:
+    """As a preview of the video does."""
+    given = {"latents": torch.randn(1, 16, 2, 4, 4), "timestep": torch.ones(1), "context": torch.randn(1, 8, 32)}
+
+    def made(over: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        pipe, own, changed = wan_pipelines.MADE["t2v"](), list[torch.Tensor](), dict[str, Any]()
+        place(pipe, lambda: own.append(pipe.model_fn(dit=pipe.dit, **given).clone()), changed)
+        return [over(pipe, **changed), *own]
+
+    expected = made(lambda pipe, **changed: generate(pipe, "t2v", **changed))
+    found = made(lambda pipe, **changed: run(shared, pipe, "t2v", way, **changed))
+    assert len(expected) > 1
+    assert all(map(torch.equal, expected[1:], found[1:])), "the program's own"
+    assert (found[0] - expected[0]).abs().max() <= (0 if way == (2, 1) else 1e-5)
+
+
+def test_subclass_whose_call_takes_other_arguments_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made() -> torch.Tensor:
+        class Short(type(wan_pipelines.MADE["t2v"]())):  # type: ignore[misc]
+            def __call__(self, text: str, **more: Any) -> Any:
+                return super().__call__(prompt=text, **more)
+
+        pipe = wan_pipelines.MADE["t2v"]()
+        pipe.__class__ = Short
+        size = {"height": 32, "width": 32, "num_frames": 5, "num_inference_steps": 1}
+        frames = pipe("a street", negative_prompt="blur", seed=0, tiled=False, **size)
+        assert isinstance(frames, torch.Tensor)
+        return frames
+
+    expected = made()
+    monkeypatch.setenv("WANSHIM_GENERATE", "2")
+    wanshim.activate(strict=True)
+    assert torch.equal(expected, made())
+    assert "Short on cpu, cpu: guidance over 2" in str(wanshim.report().row("diffsynth.generate").notes)
+
+
+def test_subclass_of_the_program_s_is_served_in_python(request: pytest.FixtureRequest) -> None:
+    pipe = wan_pipelines.MADE["t2v"]()
+    expected = generate(pipe, "t2v", num_inference_steps=1)
+
+    class Mine(type(pipe)):  # type: ignore[misc]
+        pass
+
+    class Short(Mine):
+        def __call__(self, text: str, **more: Any) -> Any:
+            return super().__call__(prompt=text, **more)
+
+    pipe.__class__ = Mine
+    handle = wanshim.parallelize_pipeline(pipe, gpus=2)
+    request.addfinalizer(handle.remove)
+    assert torch.equal(expected, generate(pipe, "t2v", num_inference_steps=1))
+    assert handle.plan.guidance == 2
+    handle.remove()
+    pipe.__class__ = Short
+    handle = wanshim.parallelize_pipeline(pipe, gpus=2)
+    request.addfinalizer(handle.remove)
+    with pytest.raises(ModelInvalid, match=r"Short cannot use several GPUs: it cannot be read: .*argument 'text'"):
+        pipe(text="a street")
+
+
+def test_merged_guidance_has_no_tea_cache_as_on_one_gpu(shared: SharedPipeline) -> None:
+    """DiffSynth drops it there."""
+    pipe, changed = wan_pipelines.MADE["t2v"](), {"cfg_merge": True, **TEA_CACHE}
+    expected = generate(pipe, "t2v", **changed)
+    assert (run(shared, pipe, "t2v", (1, 2), asked=False, **changed) - expected).abs().max() <= 1e-5
+
+
 def test_tiles_of_diffsynth_are_its_own(shared: SharedPipeline) -> None:
     pipe = wan_pipelines.MADE["t2v"]()
     expected, before = generate(pipe, "t2v", tiled=True), shared.shared_vae_calls
@@ -322,6 +417,17 @@ def test_what_is_not_served_runs_on_one_gpu_and_the_report_says_why(name: str, m
     (row,) = [row for row in wanshim.report().rows if row.feature == "diffsynth.generate"]
     assert any(re.search(f"on one GPU: .*{text}", note) for note in row.notes), row.notes
     vars(pipe.dit).pop("forward", None)
+
+
+def test_error_of_a_call_on_one_gpu_is_the_program_s_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = wan_pipelines.MADE["t2v"]()
+    hooked(pipe)
+    pipe.text_encoder = None
+    monkeypatch.setenv("WANSHIM_GENERATE", "2")
+    wanshim.activate()
+    with pytest.raises(TypeError) as caught:
+        generate(pipe, "t2v")
+    assert caught.value.__context__ is None
 
 
 SCRIPT = """

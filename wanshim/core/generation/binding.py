@@ -84,7 +84,9 @@ class PipelineBinding:
 
     Args:
         name: of the pipeline's class.
-        forwards: those that the loop calls.
+        forwards: those that the loop calls. One that the program's own code calls, which the framework has called, is
+            none of the loop's.
+        package: of the framework.
         is_guided: whether the loop calls a forward twice a step, with the prompt and without, and reads neither result
             before both have returned.
         no_pair: why it never does in this call, or empty.
@@ -108,6 +110,7 @@ class PipelineBinding:
     name: str
     forwards: tuple[Forward, ...]
     is_guided: Callable[[], bool]
+    package: str = ""
     no_pair: str = ""
     no_sequence: str = ""
     heads: int = 0

@@ -8,7 +8,7 @@ import inspect
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -82,6 +82,23 @@ def why_other_function(function: Any, package: str) -> str:
     homes = [_home(each) for each in _chain(found)] if _wraps(found) else []
     homes = homes or [str((found if isinstance(found, type) else type(found)).__module__)]
     return "" if all(is_installed(home, package) for home in homes) else f"is {_name(found)} here"
+
+
+def called_by_program(package: str, within: CodeType) -> bool:
+    """Whether code of the program's own, which that package has called, is on the way to this call.
+
+    Args:
+        within: of the function whose frame ends the way.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    found = False
+    while frame is not None and frame.f_code is not within:
+        home = str(frame.f_globals.get("__name__", ""))
+        if found and _package(home) == package:
+            return True
+        found = found or not is_installed(home, package)
+        frame = frame.f_back
+    return False
 
 
 def is_installed(module: str, package: str = "") -> bool:

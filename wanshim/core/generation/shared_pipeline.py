@@ -43,7 +43,7 @@ from .devices import check_around, check_copied, check_plain, choose_devices, de
 from .first_forward import compare
 from .host_streams import OwnStreams, host_copy, settle, wait_for
 from .job import GenerationJob, Limits, Request
-from .own_code import is_installed
+from .own_code import called_by_program, is_installed
 from .plan import GenerationPlan, describe
 from .shared_workers import SharedWorkers
 
@@ -336,6 +336,10 @@ class _Call:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._shared._asides:  # no step of this call
                 return own(*args, **kwargs)
+            if called_by_program(self._binding.package, SharedPipeline.run.__code__):
+                with self._shared.aside():
+                    self._check_taken_over()
+                    return own(*args, **kwargs)
             if forward.reads is not None:
                 kwargs = {name: value for name, value in kwargs.items() if name in forward.reads}
             if self._binding.device is not None:  # the hooks of an offload do this
@@ -348,21 +352,13 @@ class _Call:
                 self._bring(forward.used(args, kwargs), shared=False)  # while the plan traces a forward
             plan = self._plan = self._plan or self._decide(forward, args, kwargs)
             is_pair = plan.guidance > 1 and self._binding.is_guided()  # which a user's callback may switch off
-            try:
+            with self._or_one_gpu(plan):
                 if is_pair or plan.sequence > 1:
                     self._check_now()
                 if is_pair:
                     return self._first(forward, args, kwargs)
                 if plan.sequence > 1:
                     return self._together(forward, own, args, kwargs)[0]
-            # a callback's change, or an argument, that no copy will have; or the host has no room for copies
-            except (NotShared, WorkersInvalid, HostMemoryInvalid) as reason:
-                self.is_busy = False
-                rejected = {**plan.rejected, describe(plan.guidance, plan.sequence): str(reason)}
-                self._plan = replace(
-                    plan, guidance=1, sequence=1, devices=plan.devices[:1], streamed=False, peaks={}, rejected=rejected
-                )
-                self._shared.planned(self._plan)
             return self._here(forward, own, args, kwargs)(*args, **kwargs)
 
         def call_alone(*args: Any, **kwargs: Any) -> Any:
@@ -372,6 +368,20 @@ class _Call:
             return result
 
         return call_alone if self._binding.runs_unseen else call
+
+    @contextlib.contextmanager
+    def _or_one_gpu(self, plan: GenerationPlan) -> Iterator[None]:
+        """Where its body cannot use the devices of the plan, the rest of the call is on one, and the plan says why."""
+        try:
+            yield
+        # a callback's change, or an argument, that no copy will have; or the host has no room for copies
+        except (NotShared, WorkersInvalid, HostMemoryInvalid) as reason:
+            self.is_busy = False
+            rejected = {**plan.rejected, describe(plan.guidance, plan.sequence): str(reason)}
+            self._plan = replace(
+                plan, guidance=1, sequence=1, devices=plan.devices[:1], streamed=False, peaks={}, rejected=rejected
+            )
+            self._shared.planned(self._plan)
 
     def _here(self, forward: Forward, own: Callable[..., Any], args: Any, kwargs: Any) -> Callable[..., Any]:
         """The function that computes a forward in this process: with its models' blocks streamed, or as the script has
@@ -675,6 +685,15 @@ class _Call:
         if self._binding.may_change:
             with self._bare():
                 self._binding.check()
+
+    def _check_taken_over(self) -> None:
+        """Where the program's code has put itself in the place of a forward, have the plan say that none is shared."""
+        if self._plan is not None and self._waiting is None:
+            with self._or_one_gpu(self._plan):
+                self._check_now()
+                with self._bare():
+                    for name, module in self._binding.modules.items():
+                        self._check_again(name, module)
 
     def _check_again(self, name: str, module: nn.Module, methods: Iterable[str] = ()) -> None:
         """Raise NotShared if the user's code between steps has changed what the module computes with."""
