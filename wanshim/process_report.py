@@ -36,7 +36,7 @@ ON_REQUEST = signal.SIGUSR2
 LOCK_WAIT_S = 2.0
 STARTS = (("os", "fork"), ("os", "posix_spawn"), ("_posixsubprocess", "fork_exec"), ("subprocess", "_fork_exec"))
 AGAIN_S = 5.0  # in which a signal to end that comes again is the same one
-_pending: list[Any] = []  # calls that the main thread has yet to make: Python holds no reference to them
+_pending: list[Any] = []  # calls that the main thread may have yet to make: Python holds no reference to them
 
 
 class Process(Protocol):
@@ -162,15 +162,21 @@ class ProcessReport:
             groups = (f"{', '.join(names)} ({by})" for by, names in on.items())
             say(f"on in process {os.getpid()}: {'; '.join(groups)}")
 
+    def _reports(self) -> bool:
+        """Whether this process still speaks for its machine: a worker learns its local rank after it has started, and
+        a program that starts workers may name theirs in its own environment."""
+        is_worker = self._is_child or self._started_in != os.getpid()
+        return not is_worker or settings.is_local_rank_0()
+
     def _print_note(self, state: SeamState, text: str) -> None:
-        if not settings.is_local_rank_0():
+        if not self._reports():
             return
         feature = next((name for name, run in self.process.runs.items() if state in run.seams), state.seam.target)
         say(f"{feature}: " + text.replace("\n", "\n  "))
 
     def end(self) -> None:
         """Print what ran, once a process; nothing where no selected framework was imported."""
-        if self._ended_in == os.getpid() or not settings.is_local_rank_0():
+        if self._ended_in == os.getpid() or not self._reports():
             return
         self._ended_in = os.getpid()
         selected = self.process.report().selected
@@ -193,7 +199,12 @@ class ProcessReport:
         for row in self.process.report().selected:
             name = f"{row.feature} from {row.origin}" if row.origin else row.feature
             native = row.state == State.NATIVE.value  # known before the import
-            if row.state == State.REGISTERED.value and row.named_in_list and row.framework in sys.modules:
+            if (
+                row.state == State.REGISTERED.value
+                and row.named_in_list
+                and row.framework in sys.modules
+                and row.modules[0] not in sys.modules
+            ):
                 lines.append(f"{name} not used: {row.modules[0]} was never imported")
             elif row.state in SILENT or (native and row.framework not in sys.modules):
                 continue
@@ -259,9 +270,12 @@ def _in_main_thread(call: Callable[[], None]) -> None:
         return
     import ctypes  # needed by few
 
+    process = os.getpid()
+
     def pending(_: object) -> int:
         with suppress(Exception):  # nobody is there to catch it
-            call()
+            if os.getpid() == process:  # and no child that was forked meanwhile
+                call()
         return 0
 
     _pending.append(ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(pending))

@@ -23,12 +23,12 @@ class LoraLinear(nn.Linear):
 
     @property
     def lora_A_weights(self) -> list[torch.Tensor]:
-        """The name by which that method reads them."""
+        """A matrices of the LoRAs, by the name that `lora_forward` reads."""
         return list(self._buffers.values())[::2]
 
     @property
     def lora_B_weights(self) -> list[torch.Tensor]:
-        """The name by which that method reads them."""
+        """B matrices of the LoRAs, by the name that `lora_forward` reads."""
         return list(self._buffers.values())[1::2]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

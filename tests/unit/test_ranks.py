@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from textwrap import dedent
+from types import SimpleNamespace
 from typing import IO, Any
 
 import pytest
@@ -95,6 +96,15 @@ def test_each_rank_has_its_number_and_all_of_them_one_meeting(launched: Launched
     assert launched.status == 0
     assert [each[:5] for each in found] == [[str(rank), str(rank), "3", "3", "127.0.0.1"] for rank in range(3)]
     assert len({each[5] for each in found}) == 1
+
+
+def test_a_signal_that_nobody_waits_for_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPython 3.11 returns a number that nothing has written where another signal interrupts the last moment of a wait.
+    A double of that moment."""
+    monkeypatch.setattr(signal, "sigtimedwait", lambda *_: SimpleNamespace(si_signo=-1379911232))
+    with ranks._Signals() as signals:
+        assert signals.next(0) is None
+        assert not signals.received and not signals.to_pass_on
 
 
 @pytest.mark.parametrize(

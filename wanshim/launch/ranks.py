@@ -383,6 +383,9 @@ class _Signals:
     def next(self, seconds: float) -> Any:
         """The siginfo of the next signal within so many seconds, or None."""
         found = signal.sigtimedwait(self._numbers, seconds)
+        # Behind a signal that interrupts the last moment of the wait, CPython returns memory that nothing has written.
+        if found is not None and found.si_signo not in self._numbers:
+            return None
         if found is not None:
             (self.to_pass_on if found.si_signo in PASSED_ON else self.received).append(found.si_signo)
         return found

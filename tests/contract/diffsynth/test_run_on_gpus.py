@@ -536,8 +536,8 @@ def test_failure_ends_the_job_with_rank_place_and_cause_in_the_last_line(tmp_pat
 LEAVES = """
 import os, sys
 import torch.distributed as dist
-destroy = dist.destroy_process_group
-dist.destroy_process_group = lambda: (destroy(), print("left", flush=True))
+destroy, abort = dist.destroy_process_group, dist.distributed_c10d._abort_process_group
+dist.distributed_c10d._abort_process_group = lambda: (print("left", flush=True), abort())
 dist.init_process_group("gloo")
 if sys.argv[1] == "forks":
     if os.fork() == 0:
@@ -547,15 +547,21 @@ elif sys.argv[1] == "destroys":
     destroy()
 elif sys.argv[1] == "raises":
     raise ValueError
+elif sys.argv[1] == "one exits":
+    if dist.get_rank() == 1:
+        sys.exit(1)
+    dist.barrier()
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("does", "left"), [("ends", 2), ("forks", 2), ("destroys", 0), ("raises", 0)])
+@pytest.mark.parametrize(
+    ("does", "left"), [("ends", 2), ("forks", 2), ("destroys", 0), ("raises", 0), ("one exits", 1)]
+)
 def test_ranks_leave_the_groups_of_a_program_that_knows_of_none(tmp_path: Path, does: str, left: int) -> None:
     """torch prints a warning of NCCL's that are open as the interpreter ends."""
     done = two(tmp_path, LEAVES, does)
-    assert (done.stdout.count("left"), done.returncode) == (left, int(does == "raises")), done.stderr
+    assert (done.stdout.count("left"), done.returncode) == (left, int(does in ("raises", "one exits"))), done.stderr
 
 
 LOADS = """

@@ -59,6 +59,12 @@ def test_forward_that_failed_on_its_way_changes_no_other_generator(
     assert generators[OTHER].item() == 100
 
 
+def test_stage_alone_leaves_the_home_device_s_generator(generators: dict[torch.device, torch.Tensor]) -> None:
+    """A step cache passes over the blocks, and computes the head behind them."""
+    Draws(HOME).carry(OTHER, HOME)
+    assert [generators[device].item() for device in (HOME, OTHER)] == [0, 100]
+
+
 def test_backward_and_overlapping_micro_batches_carry_nothing(generators: dict[torch.device, torch.Tensor]) -> None:
     class Recomputed(torch.autograd.Function):
         @staticmethod

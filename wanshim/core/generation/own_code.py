@@ -85,7 +85,7 @@ def why_other_function(function: Any, package: str) -> str:
 
 
 def called_by_program(package: str, within: CodeType) -> bool:
-    """Whether code of the program's own, which that package has called, is on the way to this call.
+    """Whether code of the program's own makes this call, which that package has called: of the two it is nearer.
 
     Args:
         within: of the function whose frame ends the way.
@@ -94,8 +94,8 @@ def called_by_program(package: str, within: CodeType) -> bool:
     found = False
     while frame is not None and frame.f_code is not within:
         home = str(frame.f_globals.get("__name__", ""))
-        if found and _package(home) == package:
-            return True
+        if _package(home) == package:
+            return found
         found = found or not is_installed(home, package)
         frame = frame.f_back
     return False

@@ -18,7 +18,8 @@ class Draws:
     """The generators of a split model's CUDA devices. Devices of the CPU share one.
 
     Checkpoints keep the state of the devices that their inputs lie on, so a block that is computed again in backward
-    draws what it drew. A block that torch.compile compiled draws from its own device's generator.
+    draws what it drew. A block that torch.compile compiled draws from its own device's generator. Behind a forward that
+    failed between two stages the next one puts a device's generator back.
 
     Args:
         home: device of what lies around the blocks.
@@ -45,6 +46,8 @@ class Draws:
             self._left = state
         elif source in self._own:
             torch.cuda.set_rng_state(self._own.pop(source), source)
+        else:  # a forward that passed over the stages before, as a step cache does
+            return
         if target != self.home:
             self._own.setdefault(target, generator_state(target))
             torch.cuda.set_rng_state(state, target)

@@ -27,6 +27,9 @@ _one_at_a_time = threading.Lock()
 # By the id of a group, which its thread, or its holder's finalizer, keeps alive.
 _aborting: WeakValueDictionary[int, threading.Thread] = WeakValueDictionary()
 _held: dict[int, weakref.finalize[Any, Any]] = {}
+_of_parent: list[
+    Any
+] = []  # groups that a forked process must not delete: their threads, which that waits for, are gone
 _starting = threading.RLock()  # a finalizer aborts another group wherever the interpreter collects what is unused
 _INTERFACE = "NCCL_SOCKET_IFNAME"
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -87,9 +90,10 @@ def connect(
 
 
 def _abort_here(pid: int, peers: Any) -> None:
-    """A process that is forked has the holder, too, and no thread of NCCL's."""
     if pid == os.getpid():
         abort(peers, idle=True)
+    else:
+        _of_parent.append(peers)
 
 
 def abort(peers: Any, *, idle: bool = False) -> threading.Thread:

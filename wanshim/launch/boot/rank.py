@@ -78,17 +78,17 @@ def record_failure() -> None:
 
 
 def leave_job_at_exit() -> None:
-    """Have torch's process groups destroyed: a program for one GPU knows of none, and torch prints a warning of those
-    that are left. Behind an error the other ranks may still wait in them."""
+    """Have torch's process groups aborted, as their deletion does: a program for one GPU knows of none, and torch prints
+    a warning of those that are deleted. To destroy them would wait for ranks that may not come."""
     process = os.getpid()
 
     def leave() -> None:
         dist = sys.modules.get("torch.distributed")
         if dist is None or getattr(sys, "last_value", None) is not None or os.getpid() != process:
             return
-        with suppress(Exception):
+        with suppress(Exception):  # not every release of torch has the function, nor every backend the method
             if dist.is_available() and dist.is_initialized():
-                dist.destroy_process_group()
+                dist.distributed_c10d._abort_process_group()
 
     atexit.register(leave)
 

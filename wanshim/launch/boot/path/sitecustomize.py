@@ -31,13 +31,14 @@ def _activate() -> None:
         from wanshim.launch.boot import launchers, rank
 
         rank.enter()
+        if hand_over.is_rank():
+            rank.leave_job_at_exit()  # behind the report, whose exit handler comes later
         launchers.watch()  # first: what a feature puts over the same functions is found in its place
         activation.activate(hand_over.inherited())
         if hand_over.is_rank():
             from wanshim.launch.boot import made_folders
 
             rank.record_failure()
-            rank.leave_job_at_exit()
             made_folders.share()
     except Exception as error:
         if sys.stderr is not None:  # `print` to a closed one goes to standard output
