@@ -199,12 +199,8 @@ class ProcessReport:
         for row in self.process.report().selected:
             name = f"{row.feature} from {row.origin}" if row.origin else row.feature
             native = row.state == State.NATIVE.value  # known before the import
-            if (
-                row.state == State.REGISTERED.value
-                and row.named_in_list
-                and row.framework in sys.modules
-                and row.modules[0] not in sys.modules
-            ):
+            waits = row.state == State.REGISTERED.value and row.modules[0] not in sys.modules
+            if waits and row.named_in_list and row.framework in sys.modules:
                 lines.append(f"{name} not used: {row.modules[0]} was never imported")
             elif row.state in SILENT or (native and row.framework not in sys.modules):
                 continue

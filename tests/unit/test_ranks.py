@@ -104,7 +104,8 @@ def test_a_signal_that_nobody_waits_for_is_none(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(signal, "sigtimedwait", lambda *_: SimpleNamespace(si_signo=-1379911232))
     with ranks._Signals() as signals:
         assert signals.next(0) is None
-        assert not signals.received and not signals.to_pass_on
+        assert not signals.received
+        assert not signals.to_pass_on
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,7 @@ _one_at_a_time = threading.Lock()
 # By the id of a group, which its thread, or its holder's finalizer, keeps alive.
 _aborting: WeakValueDictionary[int, threading.Thread] = WeakValueDictionary()
 _held: dict[int, weakref.finalize[Any, Any]] = {}
-_of_parent: list[
-    Any
-] = []  # groups that a forked process must not delete: their threads, which that waits for, are gone
+_of_parent: list[Any] = []  # groups whose deletion in a forked process would wait for threads that it has not
 _starting = threading.RLock()  # a finalizer aborts another group wherever the interpreter collects what is unused
 _INTERFACE = "NCCL_SOCKET_IFNAME"
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"

@@ -78,8 +78,8 @@ def record_failure() -> None:
 
 
 def leave_job_at_exit() -> None:
-    """Have torch's process groups aborted, as their deletion does: a program for one GPU knows of none, and torch prints
-    a warning of those that are deleted. To destroy them would wait for ranks that may not come."""
+    """Have torch's process groups aborted, as their deletion does: a program for one GPU knows of none, and torch
+    prints a warning of those that are deleted. To destroy them would wait for ranks that may not come."""
     process = os.getpid()
 
     def leave() -> None:
