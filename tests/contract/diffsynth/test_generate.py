@@ -146,6 +146,27 @@ def test_forward_that_the_program_calls_within_a_call_is_none_of_the_loop_s(
     assert (found[0] - expected[0]).abs().max() <= (0 if way == (2, 1) else 1e-5)
 
 
+def test_call_of_the_program_s_within_a_call_is_none_of_the_loop_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made() -> list[torch.Tensor]:
+        pipe, previews = wan_pipelines.MADE["t2v"](), list[torch.Tensor]()
+
+        def bar(steps: Iterable[Any]) -> Iterator[Any]:
+            for step in steps:
+                yield step
+                steps_of_the_call = dict(vars(pipe.scheduler))
+                previews.append(generate(pipe, "t2v", cfg_scale=1.0, num_inference_steps=1))
+                vars(pipe.scheduler).update(steps_of_the_call)
+
+        return [generate(pipe, "t2v", progress_bar_cmd=bar), *previews]
+
+    expected = made()
+    monkeypatch.setenv("WANSHIM_GENERATE", "2")
+    wanshim.activate(strict=True)
+    found = made()
+    assert len(expected) == len(found) > 1
+    assert all(map(torch.equal, expected, found))
+
+
 def test_subclass_whose_call_takes_other_arguments_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     def made() -> torch.Tensor:
         class Short(type(wan_pipelines.MADE["t2v"]())):  # type: ignore[misc]

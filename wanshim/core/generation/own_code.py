@@ -84,13 +84,14 @@ def why_other_function(function: Any, package: str) -> str:
     return "" if all(is_installed(home, package) for home in homes) else f"is {_name(found)} here"
 
 
-def called_by_program(package: str, within: CodeType) -> bool:
+def called_by_program(package: str, within: CodeType, depth: int = 1) -> bool:
     """Whether code of the program's own makes this call, which that package has called: of the two it is nearer.
 
     Args:
         within: of the function whose frame ends the way.
+        depth: of the frame that it begins with.
     """
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(depth)
     found = False
     while frame is not None and frame.f_code is not within:
         home = str(frame.f_globals.get("__name__", ""))

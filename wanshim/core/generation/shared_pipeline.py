@@ -130,12 +130,15 @@ class SharedPipeline:
             WorkersFailed: a worker failed; the next call starts new ones.
         """
         with self._all.lock:
-            if self._all.is_in_call:  # a pipeline that is called by another, or by itself
-                return call()
+            if self._all.in_call is not None:  # a pipeline that is called by another, or by itself
+                outer, binding = self._all.in_call
+                is_aside = called_by_program(binding.package, SharedPipeline.run.__code__, depth=2)
+                with outer.aside() if is_aside else contextlib.nullcontext():
+                    return call()
             binding = bind()
             made = _Call(self, binding, self.begin(binding))
             self._streams = made._streams
-            self._all.is_in_call = True
+            self._all.in_call = self, binding
             try:
                 with made.attached():
                     result = call()
@@ -146,7 +149,7 @@ class SharedPipeline:
                     self.end_workers()
                 raise
             finally:
-                self._all.is_in_call, self._streams = False, None
+                self._all.in_call = self._streams = None
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:

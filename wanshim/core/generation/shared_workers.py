@@ -16,6 +16,7 @@ from wanshim.core.workers import Workers
 from . import tokens
 
 if TYPE_CHECKING:
+    from .binding import PipelineBinding
     from .shared_pipeline import SharedPipeline
 
 # By process: a child's pipelines have workers of its own. Those of its parent stay here, untouched: their groups wait,
@@ -33,7 +34,7 @@ class SharedWorkers:
     def __init__(self, deadline: float, prepare: str) -> None:
         self.lock = threading.RLock()
         self.users: WeakSet[SharedPipeline] = WeakSet()
-        self.is_in_call = False
+        self.in_call: tuple[SharedPipeline, PipelineBinding] | None = None  # which runs now
         self._deadline, self._prepare = deadline, prepare
         self._workers: dict[torch.device, Workers] = {}
         self._groups: dict[tuple[int, tokens.Half], SequenceGroup] = {}
