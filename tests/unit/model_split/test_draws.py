@@ -19,6 +19,7 @@ HOME, OTHER, THIRD = (torch.device("cuda", i) for i in range(3))
 @pytest.fixture
 def generators(monkeypatch: pytest.MonkeyPatch) -> dict[torch.device, torch.Tensor]:
     states = {device: torch.tensor([100 * i]) for i, device in enumerate((HOME, OTHER, THIRD))}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states[device].clone())
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: states.update({device: state.clone()}))
     return states

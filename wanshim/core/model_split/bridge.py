@@ -72,10 +72,3 @@ class Bridge:
             tuple(self.cross_once(arg) for arg in args),
             {name: self.cross_once(value) for name, value in kwargs.items()},
         )
-
-    def after(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Forward hook of the block before a boundary: its output leaves for this device.
-
-        Inside that block's checkpoint, so what the next block's checkpoint keeps lies on its own device.
-        """
-        return self.cross(output)

@@ -39,7 +39,7 @@ class Draws:
         """Draw on `target` from where `source` stands: called between two stages, and behind the last one."""
         if source == target or source.type != "cuda" or not self.are_carried:
             return
-        if torch.compiler.is_compiling() or backward_runs():
+        if torch.compiler.is_compiling() or backward_runs() or not torch.cuda.is_initialized():  # as of fake tensors
             return
         state = generator_state(source)
         if source == self.home:

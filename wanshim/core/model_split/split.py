@@ -311,14 +311,18 @@ def _connect(handle: SplitHandle) -> dict[str, Bridge]:
             before = bridges[places[stage]].before
             handle.undo.add(module.register_forward_pre_hook(before, with_kwargs=True).remove)
             if last:
-                handle.undo.add(module.register_forward_hook(bridges[places[stage + 1]].after).remove)
-                carry = partial(_carry, handle.draws, *map(torch.device, places[stage : stage + 2]))
-                handle.undo.add(module.register_forward_hook(carry).remove)
+                leave = partial(_leave, torch.device(places[stage]), bridges[places[stage + 1]], handle.draws)
+                handle.undo.add(module.register_forward_hook(leave).remove)
     return bridges
 
 
-def _carry(draws: Draws, source: torch.device, target: torch.device, *_: Any) -> None:
-    draws.carry(source, target)
+def _leave(stage: torch.device, bridge: Bridge, draws: Draws, module: nn.Module, args: Any, output: Any) -> Any:
+    """Forward hook of the block before a boundary: its output leaves for the next device, and draws go on there.
+
+    Inside that block's checkpoint, so what the next block's checkpoint keeps lies on its own device.
+    """
+    draws.carry(stage, bridge.device)
+    return bridge.cross(output)
 
 
 def _pin(model: nn.Module, names: Sequence[str], exits: Sequence[str], handle: SplitHandle) -> None:
