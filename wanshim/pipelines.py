@@ -66,9 +66,8 @@ def parallelize_pipeline(
     from wanshim.select import decision
 
     known = activation.CURRENT.known()
-    packages = [
-        cls.__module__.partition(".")[0] for cls in type(pipe).__mro__
-    ]  # of a subclass, the program's own first
+    # of a subclass, the program's own first
+    packages = [cls.__module__.partition(".")[0] for cls in type(pipe).__mro__]
     framework = next((each for each in packages if f"{each}.{ABILITY}" in known.features), None)
     if framework is None:
         raise _invalid(pipe, f"no adapter serves pipelines of {packages[0]}")

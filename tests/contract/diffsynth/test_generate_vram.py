@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 import wanshim
 from tests.contract import scripts
@@ -144,6 +146,9 @@ def test_loras_that_are_loaded_hot_go_along(gpus: int, tmp_path: Path, request: 
     assert handle.plan.guidance == gpus
 
 
+@pytest.mark.skipif(
+    Version(version("diffsynth")) < Version("2.0.10"), reason="in this release DiffSynth's own call ends with an error"
+)
 def test_loras_that_are_loaded_hot_are_converted_as_diffsynth_does(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -151,10 +156,7 @@ def test_loras_that_are_loaded_hot_are_converted_as_diffsynth_does(
     pipe = vram_management.manage(wan_pipelines.MADE["t2v"](), "host", tmp_path)
     plain = wan_pipelines.generate(pipe, "t2v")
     pipe.load_lora(pipe.dit, state_dict={name: weight.bfloat16() for name, weight in lora(pipe, 1).items()})
-    try:
-        expected = wan_pipelines.generate(pipe, "t2v")
-    except RuntimeError as error:
-        pytest.skip(f"this release converts no LoRA: {error}")
+    expected = wan_pipelines.generate(pipe, "t2v")
     handle = wanshim.parallelize_pipeline(pipe, gpus=2)
     request.addfinalizer(handle.remove)
     assert not torch.equal(plain, expected)

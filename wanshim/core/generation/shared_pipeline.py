@@ -374,7 +374,8 @@ class _Call:
 
     @contextlib.contextmanager
     def _or_one_gpu(self, plan: GenerationPlan) -> Iterator[None]:
-        """Where its body cannot use the devices of the plan, the rest of the call is on one, and the plan says why."""
+        """A context whose body may find that it cannot use the devices of the plan: then the rest of the call is on
+        one, and the plan says why."""
         try:
             yield
         # a callback's change, or an argument, that no copy will have; or the host has no room for copies
@@ -690,7 +691,8 @@ class _Call:
                 self._binding.check()
 
     def _check_taken_over(self) -> None:
-        """Where the program's code has put itself in the place of a forward, have the plan say that none is shared."""
+        """A plan says from now on that nothing is shared, if the program's code has put itself in the place of a
+        forward. Before there is a plan, and between the two forwards of a pair, nothing changes."""
         if self._plan is not None and self._waiting is None:
             with self._or_one_gpu(self._plan):
                 self._check_now()
