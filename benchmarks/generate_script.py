@@ -1,5 +1,5 @@
-"""A user's script that knows nothing of wanshim: the 14B Wan transformer with random weights, three calls of two sizes,
-or one of the first size within each of several limits.
+"""A user's script that knows nothing of wanshim: a Wan transformer with random weights, three calls of two sizes, or
+one of the first size within each of several limits.
 
     python benchmarks/generate_script.py none 3
     wanshim generate --gpus 2 -- python benchmarks/generate_script.py none 3
@@ -9,13 +9,15 @@ or one of the first size within each of several limits.
     wanshim generate --gpus 1 -- python benchmarks/generate_script.py model 2 --limit 8 8 14 16 24
     wanshim generate --gpus 1 -- python benchmarks/generate_script.py model 2 --limit 14 --size 720x1280x81
     wanshim generate --gpus 2 -- python benchmarks/generate_script.py model 2 --limit 16 16 --others 16
+    wanshim generate --gpus 1 -- python benchmarks/generate_script.py none 20 --model 5B
 
 The first argument says how it offloads the transformer: none, model, or group, which is diffusers' with a stream; the
-second how many steps. `--pair` has both experts of Wan 2.2, `--compile` compiles their blocks, `--limit` holds torch's
-allocator to so many GiB once the models are made, `--others` leaves so many free on each other GPU, `--size` is
-that of one call alone, and `--guidance 1` generates without guidance, as a distilled model does. It prints, of each
-call, seconds, the digest of its frames and the peak in GiB of its own GPU; what is taken of the others in the end,
-with the contexts of CUDA; and the host memory of its process, shared and locked.
+second how many steps. `--model` is 14B, 1.3B, or 5B, which has the VAE of Wan 2.2. `--pair` has both experts of Wan
+2.2, `--compile` compiles their blocks, `--limit` holds torch's allocator to so many GiB once the models are made,
+`--others` leaves so many free on each other GPU, `--size` is that of one call alone, and `--guidance 1` generates
+without guidance, as a distilled model does. It prints, of each call, seconds, the digest of its frames and the peak in
+GiB of its own GPU; what is taken of the others in the end, with the contexts of CUDA; and the host memory of its
+process, shared and locked.
 """
 
 import argparse
@@ -29,7 +31,30 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
 
-SIZES = ((480, 832, 81), (480, 832, 81), (272, 480, 33))
+SIZES = {
+    "14B": ((480, 832, 81), (480, 832, 81), (272, 480, 33)),
+    "1.3B": ((480, 832, 81), (480, 832, 81), (272, 480, 33)),
+    "5B": ((704, 1280, 121), (704, 1280, 121), (352, 640, 41)),
+}
+TRANSFORMERS = {
+    "14B": {"num_attention_heads": 40, "num_layers": 40, "ffn_dim": 13824},
+    "1.3B": {"num_attention_heads": 12, "num_layers": 30, "ffn_dim": 8960},
+    "5B": {"num_attention_heads": 24, "num_layers": 30, "ffn_dim": 14336, "in_channels": 48, "out_channels": 48},
+}
+VAES = {
+    "5B": {
+        "base_dim": 160,
+        "decoder_base_dim": 256,
+        "z_dim": 48,
+        "is_residual": True,
+        "in_channels": 12,
+        "out_channels": 12,
+        "patch_size": 2,
+        "scale_factor_spatial": 16,
+        "latents_mean": [0.0] * 48,
+        "latents_std": [1.0] * 48,
+    }
+}
 
 
 def made(cls: Any, seed: int, **config: Any) -> Any:
@@ -41,8 +66,8 @@ def made(cls: Any, seed: int, **config: Any) -> Any:
     return model
 
 
-def transformer(offload: str, seed: int) -> WanTransformer3DModel:
-    model = made(WanTransformer3DModel, seed, num_attention_heads=40, num_layers=40, ffn_dim=13824)
+def transformer(size: str, offload: str, seed: int) -> WanTransformer3DModel:
+    model = made(WanTransformer3DModel, seed, **TRANSFORMERS[size])
     if offload != "none":
         model.to("cpu")
         torch.cuda.empty_cache()
@@ -52,13 +77,16 @@ def transformer(offload: str, seed: int) -> WanTransformer3DModel:
     return model
 
 
-def pipeline(offload: str, pair: bool) -> WanPipeline:
+def pipeline(size: str, offload: str, pair: bool) -> WanPipeline:
     scheduler = UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=5.0
     )
-    parts = {"transformer": transformer(offload, 0), "vae": made(AutoencoderKLWan, 0), "scheduler": scheduler}
+    vae = made(AutoencoderKLWan, 0, **VAES.get(size, {}))
+    parts = {"transformer": transformer(size, offload, 0), "vae": vae, "scheduler": scheduler}
+    if size == "5B":
+        parts["expand_timesteps"] = True
     if pair:
-        parts |= {"transformer_2": transformer(offload, 1), "boundary_ratio": 0.875}
+        parts |= {"transformer_2": transformer(size, offload, 1), "boundary_ratio": 0.875}
     pipe = WanPipeline(tokenizer=None, text_encoder=None, **parts)
     pipe.set_progress_bar_config(disable=True)
     if offload == "model":
@@ -76,6 +104,7 @@ def host() -> dict[str, float]:
 parser = argparse.ArgumentParser()
 parser.add_argument("offload", choices=("none", "model", "group"))
 parser.add_argument("steps", type=int)
+parser.add_argument("--model", choices=TRANSFORMERS, default="14B")
 parser.add_argument("--pair", action="store_true")
 parser.add_argument("--compile", action="store_true")
 parser.add_argument("--limit", type=float, nargs="*", default=[])
@@ -84,7 +113,7 @@ parser.add_argument("--guidance", type=float, default=5.0)
 parser.add_argument("--size", type=lambda text: tuple(map(int, text.split("x"))))
 given = parser.parse_args()
 start = time.perf_counter()
-pipe = pipeline(given.offload, given.pair)
+pipe = pipeline(given.model, given.offload, given.pair)
 if given.compile:
     for name in ("transformer", "transformer_2"):
         if getattr(pipe, name) is not None:
@@ -96,7 +125,7 @@ for other in range(1, torch.cuda.device_count() if given.others is not None else
 made_in = time.perf_counter() - start
 seeded = torch.Generator().manual_seed(1)
 prompt, negative = (torch.randn(1, 512, 4096, generator=seeded).to("cuda", torch.bfloat16) for _ in range(2))
-sizes = SIZES if given.size is None else (given.size,)
+sizes = SIZES[given.model] if given.size is None else (given.size,)
 whole = torch.cuda.get_device_properties(0).total_memory
 limits = given.limit or [None]
 calls = []
@@ -125,6 +154,7 @@ for limit, (height, width, frames) in itertools.product(limits, sizes if len(lim
     print(json.dumps(call), flush=True)
 taken = [given.others - torch.cuda.mem_get_info(other)[0] / 2**30 for other in filled]
 row = {
+    "model": given.model,
     "offload": given.offload,
     "pair": given.pair,
     "compile": given.compile,
