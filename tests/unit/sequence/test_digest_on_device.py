@@ -33,12 +33,12 @@ def test_place_in_memory_does_not_change_it(dtype: torch.dtype) -> None:
         assert digest_on_device(x[:count]) != aligned or torch.equal(x[:count], x[1 : 1 + count])
 
 
-@pytest.mark.parametrize("block", [5, digest._BLOCK], ids=["many blocks", "one block"])
+@pytest.mark.parametrize("block", [5, digest.BLOCK], ids=["many blocks", "one block"])
 @pytest.mark.parametrize("dtype", [t for t in DTYPES if t != torch.bool], ids=str)
 def test_one_changed_element_and_two_exchanged_ones_change_it(
     dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(digest, "_BLOCK", block)
+    monkeypatch.setattr(digest, "BLOCK", block)
     x = values(dtype)
     seen = {digest_on_device(x).item()}
     flat = x.reshape(-1)

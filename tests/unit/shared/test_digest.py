@@ -38,16 +38,16 @@ def test_equal_tensors_have_equal_digests_wherever_they_begin(dtype: torch.dtype
 
 
 def test_digest_sees_every_word_of_every_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_BLOCK", 7)
+    monkeypatch.setattr(module, "BLOCK", 7)
     x = torch.arange(30)
     changed = [x.masked_fill(torch.arange(30) == place, 99) for place in range(30)]
     moved = [x.roll(places) for places in range(1, 30)]  # by whole blocks too
     assert len({digest(one) for one in (x, *changed, *moved)}) == 1 + 30 + 29
 
 
-@pytest.mark.parametrize("block", [7, 64, module._BLOCK])
+@pytest.mark.parametrize("block", [7, 64, module.BLOCK])
 def test_digests_of_many_are_those_of_each(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_BLOCK", block)
+    monkeypatch.setattr(module, "BLOCK", block)
     values = torch.randn(200, generator=torch.Generator().manual_seed(1)) * 10
     tensors = [
         values[start : start + size].to(dtype)

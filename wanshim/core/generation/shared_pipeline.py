@@ -708,14 +708,7 @@ class _Call:
     def _decide(self, forward: Forward, args: Any, kwargs: Any) -> GenerationPlan:
         with self._bare():
             weights = sum(map(num_bytes, self._binding.copied))
-            parts = [bytes_when_streamed(module) for module in self._binding.modules.values()]
-            here = forward.used(args, kwargs)
-            at_once = [bytes_when_streamed(module) or num_bytes(module) for module in here]
-            rest = 0 if self._binding.vae is None else num_bytes(self._binding.vae)
             working = self._shared.working_bytes(forward, *forward.as_sent(args, kwargs))
-        why_one = "one GPU was asked for" if self._shared.request.asks_for_one else "one GPU is in sight"
-        if self._binding.offload is not None and not any(parts):
-            why_one += ", and what is not plain tensors in blocks stays with the script's offload"
         job = GenerationJob(
             pipeline=self._binding.name,
             devices=tuple(map(str, self._devices)),
@@ -723,11 +716,9 @@ class _Call:
             no_sequence=self._binding.no_sequence,
             heads=self._binding.heads,
             at_most=self._shared.request.at_most,
-            why_one=why_one,
+            why_one="one GPU was asked for" if self._shared.request.asks_for_one else "one GPU is in sight",
             weights=weights,
             is_offloaded=self._binding.device is not None,
-            own_streamed=None if self._binding.offload is None or not any(parts) else rest + sum(at_once),
-            streamed=None if None in parts else rest + sum(filter(None, parts)),
             working=working,
             fast_forwards=self._shared.request.fast_forwards,
             fast_vae=self._shared.request.fast_vae,
@@ -735,12 +726,32 @@ class _Call:
         free = {str(device): available_bytes(device, to_another=True) for device in self._devices[1:]}
         models = list(self._binding.modules.values())
         room = {d: n + self._shared.used_by_worker(d, models) for d, n in free.items() if n is not None}
-        plan = decide(job, Limits(available=room))
+        limits = Limits(available=room)
+        plan = decide(job, limits)
+        if self._binding.offload is not None or plan.gpus < len(self._devices):  # whole models do not do
+            plan = decide(self._streamed(job, forward.used(args, kwargs)), limits)
         self._shared.make_room(plan, free, self._binding.copied)
         self._shared.planned(plan)
         if plan.gpus == 1 and self._shared.workers_hold_nothing:
             self._shared.close()
         return plan
+
+    def _streamed(self, job: GenerationJob, here: list[nn.Module]) -> GenerationJob:
+        """The job with the bytes that its models need where they are streamed. Args: here: those of a forward."""
+        with self._bare():
+            parts = {module: bytes_when_streamed(module) for module in self._binding.modules.values()}
+            at_once = sum(parts[module] or num_bytes(module) for module in here)
+            rest = 0 if self._binding.vae is None else num_bytes(self._binding.vae)
+        is_replaced = self._binding.offload is not None and any(parts.values())
+        why_one = job.why_one
+        if self._binding.offload is not None and not is_replaced:
+            why_one += ", and what is not plain tensors in blocks stays with the script's offload"
+        return replace(
+            job,
+            why_one=why_one,
+            own_streamed=rest + at_once if is_replaced else None,
+            streamed=None if None in parts.values() else rest + sum(filter(None, parts.values())),
+        )
 
     @contextlib.contextmanager
     def _bare(self) -> Iterator[None]:

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
-_BLOCK = 2**21  # words at once: bounds the memory for 64-bit intermediates, to about 50 MB
+BLOCK = 2**21  # words at once: bounds the memory for 64-bit intermediates, to about 50 MB
+FACTORS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of SplitMix64
 _RUNS, _RUN = 16, 4096  # what is read of a large weight in host memory: this many runs of so many words
 
 
@@ -43,7 +44,7 @@ def digest_on_device(tensor: torch.Tensor) -> torch.Tensor:
         tensor: dense, of any shape, dtype and device.
     """
     words = _words(tensor.detach().reshape(-1))
-    factors = _odd_numbers(min(words.numel(), _BLOCK), words.device)
+    factors = _odd_numbers(min(words.numel(), BLOCK), words.device)
     return _digest(words, factors, torch.empty_like(factors))
 
 
@@ -60,12 +61,12 @@ def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
             if tensor.device == device:
                 alike[tensor.dtype, tensor.numel()].append(place)
         most = {(dtype, count): count * max(1, dtype.itemsize // 4) for dtype, count in alike}  # words of a tensor
-        factors = _odd_numbers(min(_BLOCK, sum(most[key] * len(those) for key, those in alike.items())), device)
+        factors = _odd_numbers(min(BLOCK, sum(most[key] * len(those) for key, those in alike.items())), device)
         products = torch.empty_like(factors)
         places: list[int] = []
         parts: list[torch.Tensor] = []
         for key, those in alike.items():
-            at_once = max(1, _BLOCK // max(1, most[key])) if device.type != "cpu" else 1  # kernels to launch
+            at_once = max(1, BLOCK // max(1, most[key])) if device.type != "cpu" else 1  # kernels to launch
             for start in range(0, len(those), at_once):
                 some = those[start : start + at_once]
                 words = [_words(tensors[place].detach().reshape(-1)) for place in some]
@@ -92,14 +93,14 @@ def _digest(words: torch.Tensor, factors: torch.Tensor, products: torch.Tensor) 
         products: int64, overwritten: memory that is new for every block costs more than the arithmetic.
     """
     count = words.size(-1)
-    if words.numel() <= _BLOCK:
+    if words.numel() <= BLOCK:
         return _weighted(words, factors[:count], products)
-    blocks = range(0, count, _BLOCK)
+    blocks = range(0, count, BLOCK)
     sums = torch.empty(len(blocks), dtype=torch.int64, device=words.device)
     for each, start in zip(sums, blocks, strict=True):
-        piece = words[start : start + _BLOCK]
+        piece = words[start : start + BLOCK]
         each.copy_(_weighted(piece, factors[: piece.numel()], products))
-    return (sums * torch.arange(1, 2 * count + 1, 2 * _BLOCK, device=words.device)).sum()
+    return (sums * torch.arange(1, 2 * count + 1, 2 * BLOCK, device=words.device)).sum()
 
 
 def _weighted(words: torch.Tensor, factors: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
@@ -130,7 +131,7 @@ def _words(flat: torch.Tensor) -> torch.Tensor:
 def _odd_numbers(count: int, device: torch.device) -> torch.Tensor:
     """SplitMix64's finalizer of each position, made odd, as int64, whose arithmetic wraps around."""
     x = torch.arange(1, count + 1, device=device) << 32
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+    for shift, factor in zip((30, 27), FACTORS, strict=True):
         x ^= (x >> shift) & ((1 << (64 - shift)) - 1)  # the shift is arithmetic: the mask makes it logical
         x *= factor - 2**64  # both constants exceed int64
     x ^= (x >> 31) & ((1 << 33) - 1)

@@ -15,6 +15,7 @@ import io
 import marshal
 import math
 import pickle
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -161,9 +162,7 @@ def pack(
 
 def unpack(packed: Packed, tensors: Sequence[torch.Tensor], modules: Mapping[int, nn.Module] | None = None) -> Any:
     """The value again, with these tensors."""
-    unpickler = _Unpickler(io.BytesIO(packed.data))
-    unpickler.known = {"tensor": dict(enumerate(tensors)), "module": dict(modules or {})}
-    return unpickler.load()
+    return _Unpickler(packed.data, tensors, modules or {}).load()
 
 
 class _Pickler(pickle.Pickler):
@@ -171,21 +170,18 @@ class _Pickler(pickle.Pickler):
         super().__init__(buffer, protocol=5)
         self.tensors: list[torch.Tensor] = []
         self._device, self._modules, self._own = device, modules, own
-        self._numbers: dict[int, int] = {}
-
-    def persistent_id(self, value: Any) -> tuple[str, int] | None:
-        if id(value) in self._modules:
-            return "module", self._modules[id(value)]
-        if not isinstance(value, torch.Tensor) or _is_of_class(value):
-            return None
-        if id(value) not in self._numbers:
-            self._check(value)
-            self._numbers[id(value)] = len(self.tensors)
-            self.tensors.append(value)
-        return "tensor", self._numbers[id(value)]
 
     def reducer_override(self, value: Any) -> Any:
+        """Called for each object but those of Python's plain classes, and once for each."""
+        if type(value) is OrderedDict:  # ten in each module, for hooks
+            return NotImplemented
+        if id(value) in self._modules:
+            return _held, (self._modules[id(value)],)
         if isinstance(value, torch.Tensor):
+            if not _is_of_class(value):
+                self._check(value)
+                self.tensors.append(value)
+                return _tensor, (len(self.tensors) - 1,)
             parts, rest = _parts(value)
             if id(value) in self._own:
                 self._own |= set(map(id, parts.values()))
@@ -261,6 +257,16 @@ def _joined(
     return nn.Parameter(made, requires_grad) if is_parameter else made.requires_grad_(requires_grad)
 
 
+def _tensor(number: int) -> torch.Tensor:
+    """In a pickle: that tensor of those beside it."""
+    raise NotImplementedError
+
+
+def _held(key: int) -> nn.Module:
+    """In a pickle: the module of that key, which the other process holds."""
+    raise NotImplementedError
+
+
 def _bound(function: Any, owner: Any) -> MethodType:
     return MethodType(function, owner)
 
@@ -303,8 +309,11 @@ def _compiled(module: nn.Module, state: tuple[dict[str, Any], bytes]) -> None:
 
 
 class _Unpickler(pickle.Unpickler):
-    known: Mapping[str, Mapping[Any, Any]]
+    """Makes objects whose `_tensor` and `_held` are those that it is given."""
 
-    def persistent_load(self, found: Any) -> Any:
-        kind, key = found
-        return self.known[kind][key]
+    def __init__(self, data: bytes, tensors: Sequence[torch.Tensor], modules: Mapping[int, nn.Module]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._own = {"_tensor": tensors.__getitem__, "_held": modules.__getitem__}
+
+    def find_class(self, module: str, name: str) -> Any:
+        return self._own[name] if module == __name__ and name in self._own else super().find_class(module, name)
