@@ -192,6 +192,7 @@ TABLES = {
     "generation host copy": lambda _: generation_tables.host_copy_table(),
     "generation minimax h3": lambda _: generation_tables.offload_table(generation_tables.MINIMAX_H3),
     "generation script": lambda _: generation_tables.script_table(),
+    "generation small": lambda _: generation_tables.small_table(),
     "generation workers": lambda _: generation_tables.worker_table(),
     "decode arms": lambda _: decode_tables.arms_tables(),
     "engine arms": lambda _: decode_tables.engine_tables(),

@@ -12,6 +12,7 @@ from writers.measured import commit_of, result
 RECORDS = tuple(f"generate_{size}_{gpus}xH200" for gpus in (2, 4) for size in ("480p", "720p"))
 ON_TWO = RECORDS[:2]
 SCRIPTS = tuple(f"generate_script_{gpus}xH200" for gpus in (2, 1, 4))
+SMALL = "generate_script_small_1xH200"
 OFFLOAD = "generate_offload_2xH200"
 LIMITS = "generate_limits_2xH200", "generate_limits_1xH200", "generate_script_diffsynth_1xH200"
 BLOCKS = "strict_blocks_1xH200", "strict_blocks_diffsynth_1xH200", "strict_blocks_qwen_image_1xH200"
@@ -132,6 +133,23 @@ def script_table() -> str:
             lines.append((f"`{row['command'].replace('benchmarks/generate_script.py', '...')}`", *cells))
     heads = "command | first call | second call | of the script alone | third call, 272x480x33 | frames | commit"
     return table(heads, lines, _where(SCRIPTS, " Seconds with the decode."))
+
+
+def small_table() -> str:
+    """A user's script with a small model, alone and with wanshim on one GPU."""
+    found = result(SMALL)
+    lines = []
+    alone: dict[str, Any] = {}
+    for row in found["rows"]:
+        if row["command"].startswith("python"):
+            alone = row
+        first, second, other = row["calls"]
+        ratio = alone["calls"][1]["seconds"] / second["seconds"]
+        seconds = f"{first['seconds']:.1f}", f"{second['seconds']:.1f}", f"{ratio:.2f}x", f"{other['seconds']:.1f}"
+        command = row["command"].replace("benchmarks/generate_script.py", "...")
+        lines.append((f"`{command}`", *seconds, f"{second['peak_GiB']:.1f}", _frames(row, alone)))
+    heads = "command | first call | second call | of the script alone | third call | GiB of the second | frames"
+    return table(heads, lines, _where((SMALL,), " Seconds with the decode."))
 
 
 def offload_table(name: str) -> str:

