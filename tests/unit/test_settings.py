@@ -193,6 +193,8 @@ INVALID = {
     "block numbers at which a new stage begins, such as 20 or 10,20,30": [
         ("WANSHIM_SPLIT_AT", "20,"),
         ("WANSHIM_SPLIT_AT", "half"),
+        ("WANSHIM_SPLIT_AT", "-3"),
+        ("WANSHIM_SPLIT_AT", "1_0"),
         ("DIFFSYNTH_DUAL_GPU_SPLIT_AT", "x"),
     ],
     "one of auto, temporal, spatial, tile, off": [("WANSHIM_VAE_MODE", "fast")],
@@ -202,6 +204,8 @@ INVALID = {
         ("WANSHIM_PLAN", "pipeline:2"),
         ("WANSHIM_PLAN", "stream:0"),
         ("WANSHIM_PLAN", "sequence:1"),
+        ("WANSHIM_PLAN", "sequence:"),  # of `sequence:$N` where N is not set
+        ("WANSHIM_PLAN", "auto:"),
         ("WANSHIM_PLAN", "stream:²"),  # a digit that is no number
     ],
     SECONDS: [

@@ -117,9 +117,12 @@ def doctor(command: list[str], features: str | None, everything: bool, gpus: int
     is unavailable."""
     from wanshim.cli import sentences
     from wanshim.doctor import diagnosis
+    from wanshim.launch import start
     from wanshim.launch.gpu_processes import settings_of_ranks
 
     read = settings_of_ranks(command, gpus, features)
+    if command:
+        start.found(command)
     result = diagnosis.examine(read, features, command)
     if as_json:
         click.echo(json.dumps(result.to_dict(), indent=2))
