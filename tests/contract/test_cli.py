@@ -61,6 +61,12 @@ def row_of(text: str, feature: str) -> dict[str, Any]:
     return next(row for row in json.loads(text)["rows"] if row["feature"] == feature)
 
 
+@pytest.mark.parametrize("words", [("monitor", "", "--check"), ("demo", "--output", ""), ("demo", "--video", "")])
+def test_empty_path_is_not_the_current_folder(command: Command, words: tuple[str, ...]) -> None:
+    status, _, err = command(*words)
+    assert (status, "''. Expected a path" in err) == (2, True)
+
+
 def test_file_that_cannot_be_made_is_one_line_and_no_traceback(command: Command, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
