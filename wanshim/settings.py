@@ -204,10 +204,11 @@ def _resume(name: str, value: str) -> WantedResume:
 
 
 def _folder(name: str, value: str) -> str:
-    """`auto`, or a path."""
-    if value.strip() != "auto" and "/" not in value:  # else a typing error, or `off`, were a folder's name
+    """`auto`, which is no path, or a path."""
+    text = value.strip()
+    if text != "auto" and "/" not in text:  # else a typing error, or `off`, were a folder's name
         raise SettingInvalid(f"{name}={value!r}", expected="auto, off, or a folder with a slash, ./encoded")
-    return _path(name, value.strip())
+    return text if text == "auto" else _path(name, text)
 
 
 def _expandable(name: str, value: str) -> bool:

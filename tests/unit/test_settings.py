@@ -89,6 +89,12 @@ def test_folder_is_relative_to_where_the_process_began(
         settings.read({name: value})
 
 
+@pytest.mark.parametrize("field", [field for field, row in settings.VARIABLES.items() if row.example == "auto"])
+def test_word_of_a_grammar_is_no_folder(field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert str(tmp_path) not in repr(settings.read({settings.names_of(field)[0]: "auto"}))
+
+
 @pytest.mark.parametrize("name", ["WANSHIM_CACHE_DIR", "WANSHIM_PROGRESS_DIR"])
 def test_home_in_a_path_is_expanded_where_no_shell_does_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
