@@ -5,7 +5,7 @@ from __future__ import annotations
 from wanshim.errors import ADVICE
 
 ADVICE |= {
-    "cache_directory": ", or name another directory with WANSHIM_CACHE_DIR",
+    "cache_directory": ", or name another directory with WANSHIM_CACHE_DIR, for DiffSynth's with WANSHIM_ENCODE_CACHE",
     "checkpointing": "Pass --use_gradient_checkpointing, or run the block under torch.no_grad()",
     "chunk_off": "Train without LoRA dropout, or set WANSHIM_CHUNK=off",
     "compile_off": "Set WANSHIM_COMPILE=0",

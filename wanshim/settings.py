@@ -138,7 +138,7 @@ def _device_list(text: str) -> tuple[str, ...]:
 
 @_grammar("block numbers at which a new stage begins, such as 20 or 10,20,30")
 def _split_points(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    return tuple(_whole(part.strip()) for part in text.split(","))
 
 
 def _one_of(*choices: str) -> Parse:
@@ -155,10 +155,10 @@ def _chunk(text: str) -> str | int:
     "sequence:2 for groups of 2 processes"
 )
 def _plan(text: str) -> WantedPlan:
-    plan, _, count = text.lower().partition(":")
-    if plan not in PLANS or (count and plan not in FEWEST):
+    plan, colon, count = text.lower().partition(":")
+    if plan not in PLANS or (colon and plan not in FEWEST):
         raise ValueError(text)
-    return WantedPlan(plan, _whole(count, FEWEST[plan]) if count else None)
+    return WantedPlan(plan, _whole(count, FEWEST[plan]) if colon else None)  # `sequence:$N` of an unset N has no number
 
 
 @_grammar(
@@ -204,10 +204,11 @@ def _resume(name: str, value: str) -> WantedResume:
 
 
 def _folder(name: str, value: str) -> str:
-    """`auto`, or a path."""
-    if value.strip() != "auto" and "/" not in value:  # else a typing error, or `off`, were a folder's name
+    """`auto`, which is no path, or a path."""
+    text = value.strip()
+    if text != "auto" and "/" not in text:  # else a typing error, or `off`, were a folder's name
         raise SettingInvalid(f"{name}={value!r}", expected="auto, off, or a folder with a slash, ./encoded")
-    return _path(name, value.strip())
+    return text if text == "auto" else _path(name, text)
 
 
 def _expandable(name: str, value: str) -> bool:

@@ -61,6 +61,12 @@ def row_of(text: str, feature: str) -> dict[str, Any]:
     return next(row for row in json.loads(text)["rows"] if row["feature"] == feature)
 
 
+@pytest.mark.parametrize("words", [("monitor", "", "--check"), ("demo", "--output", ""), ("demo", "--video", "")])
+def test_empty_path_is_not_the_current_folder(command: Command, words: tuple[str, ...]) -> None:
+    status, _, err = command(*words)
+    assert (status, "''. Expected a path" in err) == (2, True)
+
+
 def test_file_that_cannot_be_made_is_one_line_and_no_traceback(command: Command, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
@@ -311,7 +317,7 @@ def test_doctor_names_the_folders_that_have_the_state_of_a_run(
         (tmp_path / name / "run-1" / "step-00000012.safetensors").touch()
     (tmp_path / "states" / "empty").mkdir()
     monkeypatch.setenv("WANSHIM_RESUME", str(tmp_path / "states"))
-    train = ("--", "python", "train.py", "--output_path", str(tmp_path / "out"))
+    train = ("--", sys.executable, "train.py", "--output_path", str(tmp_path / "out"))
     _, out, _ = command("doctor", "--json", *train)
     assert json.loads(out)["run_states"] == [f"{tmp_path}/out/training_state", f"{tmp_path}/states/lora-1234"]
     _, out, _ = command("doctor", *train)
@@ -337,19 +343,10 @@ def test_doctor_says_what_the_command_of_a_state_does(
     (run / "step-00000012.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     monkeypatch.setenv("WANSHIM_RESUME", resume)
     rate = "1e-3" if "learning_rate" in said + resume else "1e-4"
-    train = (
-        "--",
-        "python",
-        "train.py",
-        "--height",
-        "32",
-        "--learning_rate",
-        rate,
-        "--output_path",
-        str(run.parents[1]),
-    )
-    _, out, _ = command("doctor", *train)
-    assert said in " ".join(out.split())
+    train = {"--height": "32", "--learning_rate": rate, "--output_path": str(run.parents[1])}
+    for options in ([word for pair in train.items() for word in pair], map("=".join, train.items())):
+        _, out, _ = command("doctor", "--", sys.executable, "train.py", *options)
+        assert said in " ".join(out.split())
 
 
 def test_doctor_ends_with_one_where_something_asked_for_cannot_be_had(
@@ -427,7 +424,7 @@ def test_doctor_says_that_only_the_run_shows_how_many_processes_a_command_starts
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANSHIM_DEVICES", "cpu,cpu")
-    status, out, _ = command("doctor", "--", "accelerate", "launch", "--num_processes", "2", "train.py")
+    status, out, _ = command("doctor", "--", sys.executable, "-m", "torch.distributed.run", "train.py")
     assert status == 0
     assert out.count(diagnosis.NOT_COUNTED) == 1
     assert diagnosis.NOT_COUNTED not in command("doctor")[1]
@@ -467,6 +464,12 @@ def test_strict_doctor_ends_with_one_for_code_that_is_not_known_also_where_no_fe
 def test_strict_doctor_is_well_where_all_code_is_known(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANSHIM_STRICT", "1")
     assert command("doctor")[0] == 0
+
+
+@pytest.mark.parametrize("program", ["no-such-program", ""])
+def test_doctor_refuses_a_program_that_run_would_not_start(command: Command, program: str) -> None:
+    refused = command("run", "--", program)
+    assert (refused[0], command("doctor", "--", program)) == (2, refused)
 
 
 def test_doctor_names_a_misspelt_variable_with_the_nearest_and_ends_with_one(

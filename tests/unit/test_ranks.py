@@ -6,8 +6,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +22,7 @@ from typing import IO, Any
 import pytest
 
 from wanshim.core.shared import processes
+from wanshim.core.shared.files import Lock
 from wanshim.errors import WanshimError
 from wanshim.launch import ranks, start
 
@@ -66,6 +69,21 @@ class Launched:
 
     def has(self, *names: str) -> bool:
         return all((self.folder / name).exists() for name in names)
+
+
+def test_folder_of_a_machine_whose_locks_are_not_seen_here_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def free(lock: Lock) -> bool:  # to each machine, as on a share that is mounted with local locks
+        lock.is_held = True
+        return True
+
+    monkeypatch.setattr(Lock, "take", free)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with ranks._folder() as folder:
+        monkeypatch.setattr(socket, "gethostname", lambda: "another")
+        with ranks._folder():
+            assert folder.exists()
 
 
 @pytest.fixture

@@ -89,6 +89,12 @@ def test_folder_is_relative_to_where_the_process_began(
         settings.read({name: value})
 
 
+@pytest.mark.parametrize("field", [field for field, row in settings.VARIABLES.items() if row.example == "auto"])
+def test_word_of_a_grammar_is_no_folder(field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert str(tmp_path) not in repr(settings.read({settings.names_of(field)[0]: "auto"}))
+
+
 @pytest.mark.parametrize("name", ["WANSHIM_CACHE_DIR", "WANSHIM_PROGRESS_DIR"])
 def test_home_in_a_path_is_expanded_where_no_shell_does_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
@@ -193,6 +199,8 @@ INVALID = {
     "block numbers at which a new stage begins, such as 20 or 10,20,30": [
         ("WANSHIM_SPLIT_AT", "20,"),
         ("WANSHIM_SPLIT_AT", "half"),
+        ("WANSHIM_SPLIT_AT", "-3"),
+        ("WANSHIM_SPLIT_AT", "1_0"),
         ("DIFFSYNTH_DUAL_GPU_SPLIT_AT", "x"),
     ],
     "one of auto, temporal, spatial, tile, off": [("WANSHIM_VAE_MODE", "fast")],
@@ -202,6 +210,8 @@ INVALID = {
         ("WANSHIM_PLAN", "pipeline:2"),
         ("WANSHIM_PLAN", "stream:0"),
         ("WANSHIM_PLAN", "sequence:1"),
+        ("WANSHIM_PLAN", "sequence:"),  # of `sequence:$N` where N is not set
+        ("WANSHIM_PLAN", "auto:"),
         ("WANSHIM_PLAN", "stream:²"),  # a digit that is no number
     ],
     SECONDS: [

@@ -72,7 +72,16 @@ def _listed(_: object, __: object, given: tuple[str, ...]) -> list[str]:
     return list(given)
 
 
-PATH: Any = click.Path(path_type=Path)
+class _Path(click.Path):
+    """A path; an empty one, as of a variable of the shell that is not set, is not the current folder."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("''. Expected a path", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+PATH: Any = _Path(path_type=Path)
 command_line = click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, callback=_listed)
 as_json = click.option("--json", "as_json", is_flag=True, help="The same as JSON.")
 features = click.option("--features", "-f", metavar="NAMES", help="In place of WANSHIM_FEATURES.")
@@ -117,9 +126,12 @@ def doctor(command: list[str], features: str | None, everything: bool, gpus: int
     is unavailable."""
     from wanshim.cli import sentences
     from wanshim.doctor import diagnosis
+    from wanshim.launch import start
     from wanshim.launch.gpu_processes import settings_of_ranks
 
     read = settings_of_ranks(command, gpus, features)
+    if command:
+        start.found(command)
     result = diagnosis.examine(read, features, command)
     if as_json:
         click.echo(json.dumps(result.to_dict(), indent=2))

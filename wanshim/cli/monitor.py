@@ -55,18 +55,22 @@ def monitor(
         raise WanshimError(f"--stall-medians {stall_medians}", expected="a number above zero, such as 10")
     patience = Patience(stall_medians, checked_seconds(stall_floor, "--stall-floor"))
     if serve:
-        _serve(folder, host, port, patience)
+        if check or as_json or export is not None:
+            raise WanshimError(
+                "--serve with --check, --json or --export", expected="a page, or one answer with its exit status"
+            )
+        _serve(folder, run, host, port, patience)
         return
     runs = _open(folder, run)
-    if check or as_json or export:
+    if check or as_json or export is not None:
         runs.update_fully()
-        missing = _export(runs, export, output) if export else []
+        missing = _export(runs, export, output, err=as_json) if export is not None else []
         statuses = status.of_folder(runs, patience)
         if as_json:
             click.echo(json.dumps({"runs": statuses, "runs_left_out": len(runs.left_out)}, indent=2))
         if check:
             missing += [f"{run['id']}: {p['kind']}: {p['message']}" for run in statuses for p in run["problems"]]
-        if check or export:
+        if check or export is not None:
             missing += _not_read(runs, statuses)
         for line in missing:
             click.echo(line, err=as_json or not check)
@@ -111,8 +115,8 @@ def _not_read(runs: RunFolder, statuses: list[dict[str, Any]]) -> Iterator[str]:
         yield f"{folder}: left out: the {count} oldest runs ({some}, ...): name one with --run, or move them away"
 
 
-def _export(runs: RunFolder, kind: str, output: Path) -> list[str]:
-    """Write every run's files; what could not be read, a line each."""
+def _export(runs: RunFolder, kind: str, output: Path, *, err: bool) -> list[str]:
+    """Write every run's files, and their paths on one of the standard streams; what could not be read, a line each."""
     from wanshim.monitor.export import EXPORTS
 
     if kind not in EXPORTS:
@@ -121,13 +125,13 @@ def _export(runs: RunFolder, kind: str, output: Path) -> list[str]:
     for run in runs.runs.values():
         try:
             for path in EXPORTS[kind](run, output / run.id):
-                click.echo(str(path))
+                click.echo(str(path), err=err)
         except LogUnreadable as error:
             missing.append(f"{run.id}: unread: {error}")
     return missing
 
 
-def _serve(folder: Path, host: str, port: int, patience: Patience) -> None:
+def _serve(folder: Path, run: str | None, host: str, port: int, patience: Patience) -> None:
     from wanshim.monitor.runs import RunFolder
 
     try:
@@ -138,7 +142,7 @@ def _serve(folder: Path, host: str, port: int, patience: Patience) -> None:
     if token is None and not server.is_local(host):
         token, made = secrets.token_urlsafe(24), True
     server.check_token(token, host)
-    runs = RunFolder(folder, may_come=True)
+    runs = RunFolder(folder, run, may_come=True)
     with server.listen(host, port) as listening:
         address = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/"
         if made:

@@ -134,10 +134,16 @@ def _prompt_cache(read: settings.Settings) -> str:
 
 def _run_states(read: settings.Settings, command: Sequence[str]) -> Iterator[str]:
     """Folders of states: in the command's output folder, and below the one that WANSHIM_RESUME names."""
-    folders = [Path(path, "training_state") for option, path in pairwise(command) if option == "--output_path"]
+    folders = [Path(path, "training_state") for option, path in _options(command) if option == "output_path"]
     if read.resume is not None and read.resume.folder is not None:
         folders += sorted(path for path in Path(read.resume.folder).glob("*") if path.is_dir())
     return (str(folder) for folder in folders if any(folder.glob("run-*/step-*.safetensors")))
+
+
+def _options(command: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Names and values of a command's options, written as `--name value` or `--name=value`."""
+    words = (part for word in command for part in (word.split("=", 1) if word.startswith("--") else (word,)))
+    return ((name.removeprefix("--"), value) for name, value in pairwise(words) if name.startswith("--"))
 
 
 def _outlook(folder: Path, read: settings.Settings, command: Sequence[str]) -> str:
@@ -147,7 +153,7 @@ def _outlook(folder: Path, read: settings.Settings, command: Sequence[str]) -> s
         return f"its newest, {path.name}, cannot be read"
     step, saved = facts["position"].get("steps"), facts["identity"]
     accepted = read.resume.accepted if read.resume is not None else frozenset()
-    given = {option.removeprefix("--"): value for option, value in pairwise(command) if option.startswith("--")}
+    given = dict(_options(command))
     changed = [
         f"{name} is {saved[name]} in the state and {value} in this command"
         for name, value in given.items()

@@ -204,9 +204,10 @@ def _start(
 def _folder() -> Iterator[Path]:
     """A folder for the files of the ranks. Those of launchers that were killed are removed."""
     parent = Path(tempfile.gettempdir())
-    for old in parent.glob(f"{FOLDERS}*"):
+    start = f"{FOLDERS}{socket.gethostname()}-"  # a share may keep the locks of another machine to that machine
+    for old in parent.glob(f"{start}*"):
         remove_abandoned(old)
-    with temporary_folder(parent, FOLDERS) as folder:
+    with temporary_folder(parent, start) as folder:
         folder.chmod(0o1733)  # for processes of another user, too; nobody else knows the name
         yield folder
 

@@ -63,6 +63,19 @@ def plan_of(gpus: int) -> str:
     return "sequence" if gpus > 1 else "auto"
 
 
+def found(command: list[str]) -> tuple[list[str], str]:
+    """The command, behind this Python where it is a `.py` file, and the path of its program.
+
+    Raises:
+        WanshimError: there is no such program; the message says why.
+    """
+    command = [sys.executable, *command] if command[0].endswith(".py") else command
+    program = shutil.which(command[0])
+    if program is None:
+        raise not_found(command[0])
+    return command, program
+
+
 def run(command: list[str], variables: dict[str, str], *, processes: int = 1, watched: bool = True) -> int:
     """Run `command` in a process, or in one for each rank, until it has ended. A `.py` file is run by this Python.
 
@@ -78,10 +91,7 @@ def run(command: list[str], variables: dict[str, str], *, processes: int = 1, wa
     Raises:
         WanshimError: there is no such program, or it cannot be executed; the message says why.
     """
-    command = [sys.executable, *command] if command[0].endswith(".py") else command
-    program = shutil.which(command[0])
-    if program is None:
-        raise not_found(command[0])
+    command, program = found(command)
     option = skipping_option(command[1:]) if is_python(program) else ""
     if option:
         say(f"{option} makes Python pass over wanshim: {program} runs without it")

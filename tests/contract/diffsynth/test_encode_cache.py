@@ -29,11 +29,13 @@ import wanshim as product
 from tests.contract.diffsynth import encode_job as job
 from tests.contract.diffsynth import resume_runs
 from tests.contract.diffsynth.resume_runs import said
+from wanshim import settings
 from wanshim.adapters.diffsynth import encode_cache
 from wanshim.adapters.diffsynth.training_road import Row
 from wanshim.core.encoding.cache import EmbeddingCache
 from wanshim.core.encoding.directory import CacheDirectory
 from wanshim.core.model_split.side_models import HOST, moved_to
+from wanshim.core.shared.files import prompt_cache
 from wanshim.errors import WanshimError
 from wanshim.undo import Undo
 
@@ -284,6 +286,10 @@ def test_full_disk_is_said_and_the_run_goes_on(train: Any, activate: Any, monkey
     assert "12 results could not be kept: cannot write" in _notes()
     assert "No space left on device" in _notes()
     assert not list(folder.iterdir())
+
+
+def test_auto_keeps_results_in_the_folder_of_encoded_prompts() -> None:
+    assert encode_cache._folder(settings.read({"WANSHIM_ENCODE_CACHE": "auto"})) == prompt_cache()
 
 
 def test_folder_that_others_may_write_is_refused(train: Any, activate: Any, tmp_path: Path) -> None:

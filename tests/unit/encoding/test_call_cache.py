@@ -18,6 +18,7 @@ from wanshim.core.encoding import call_cache
 from wanshim.core.encoding.call_cache import CallCache
 from wanshim.core.encoding.contents import Withheld, WithheldRead, content
 from wanshim.core.shared.fallback import Fallback
+from wanshim.errors import WanshimError
 
 CPU = torch.device("cpu")
 
@@ -27,6 +28,12 @@ def cache(tmp_path: Path) -> Iterator[CallCache]:
     made = CallCache(tmp_path / "cache")
     yield made
     made.close()
+
+
+def test_folder_that_cannot_be_used_is_refused_with_the_variable_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(WanshimError, match=r"is not a directory.*name another directory.*WANSHIM_ENCODE_CACHE"):
+        CallCache(tmp_path / "file")
 
 
 class Encoder:

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from tests.unit.monitor.logs import folder_of, make_run, start_line, steps, write_log
+from wanshim.cli.main import app
 from wanshim.errors import WanshimError
 from wanshim.monitor import export
 from wanshim.monitor.runs import RunLog
@@ -29,6 +32,13 @@ def test_csv_has_every_step_of_every_attempt_and_no_formula(run: RunLog, tmp_pat
     ]  # fmt: skip
     assert [row["loss"] for row in rows] == ["1.0", "0.5", str(1 / 3), "", "1.0", "0.5", "nan"]
     assert rows[4]["memory"] == "7"
+
+
+def test_json_stands_alone_on_standard_output_beside_an_export(run: RunLog, tmp_path: Path) -> None:
+    into = tmp_path / "csv"
+    result = CliRunner().invoke(app, ["monitor", str(run.folder), "--json", "--export", "csv", "--output", str(into)])
+    assert [found["id"] for found in json.loads(result.stdout)["runs"]] == ["run"]
+    assert str(into) in result.stderr
 
 
 def test_tensorboard_reads_back_what_was_logged(run: RunLog, tmp_path: Path) -> None:

@@ -228,6 +228,10 @@ def test_monitor_without_a_terminal_prints_once(tmp_path: Path) -> None:
         ["nowhere"],
         [".", "--run", "../.."],
         [".", "--export", "xml"],
+        [".", "--export", ""],
+        [".", "--serve", "--check"],  # would never end
+        [".", "--serve", "--json"],
+        [".", "--serve", "--export", "csv"],
         [".", "--check", "--stall-medians", "nan"],
         [".", "--check", "--stall-floor", "inf"],
         [".", "--check", "--stall-floor", "-1"],

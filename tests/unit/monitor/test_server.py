@@ -99,6 +99,15 @@ def test_serving_on_another_address_makes_a_token_and_prints_it(
     assert token is None or len(token) >= server.LEAST_TOKEN
 
 
+def test_page_of_one_run_shows_that_run(logs: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(logs.folder / "other")
+    served: list[RunFolder] = []
+    monkeypatch.setattr(server, "serve", lambda folder, *_: served.append(folder))
+    CliRunner().invoke(app, ["monitor", str(logs.folder), "--serve", "--run", "other"])
+    served[0].update()
+    assert list(served[0].runs) == ["other"]
+
+
 LOCAL = {"127.0.0.1": True, "::1": True, "localhost": True, "0.0.0.0": False, "::": False, "192.168.0.2": False}
 
 

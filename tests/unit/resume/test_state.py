@@ -170,11 +170,33 @@ def test_full_disk_keeps_the_last_state_and_names_the_bytes(
         writer.write(2, {"step": 2}, {"weight": torch.ones(1000)})
         writer.finish()
     assert names(tmp_path) == ["step-00000001.safetensors"]
-    assert "takes 4000 bytes" in caplog.text
+    assert f"takes {4000 + len(json.dumps({'step': 2}))} bytes" in caplog.text
     assert "No space left" in caplog.text
     writer.write(3, {"step": 3}, {"weight": torch.ones(1000)})
     writer.finish()
     assert names(tmp_path) == ["step-00000001.safetensors", "step-00000003.safetensors"]
+
+
+def test_state_whose_older_ones_cannot_all_be_removed_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "step-00000009.safetensors").mkdir()  # somebody else's, and no state
+    unlink = Path.unlink
+
+    def kept(path: Path, missing_ok: bool = False) -> None:
+        if path.name == "step-00000002.safetensors":
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", kept)
+    writer = StateWriter(tmp_path)
+    for step in (1, 2, 3, 4, 5):
+        writer.write(step, {"step": step}, {"weight": torch.ones(10)})
+    writer.finish()
+    assert writer.written == 5
+    assert "not saved" not in caplog.text
+    assert "an older state stays: [Errno 1] Operation not permitted" in caplog.text
+    assert names(tmp_path) == [f"step-{step:08d}.safetensors" for step in (2, 4, 5, 9)]
 
 
 def test_writer_copies_before_it_returns(tmp_path: Path) -> None:

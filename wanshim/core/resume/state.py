@@ -47,7 +47,9 @@ class RunState:
 
     @property
     def bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+        """Of its file; the generators' states in the facts outweigh a small LoRA."""
+        tensors = sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+        return len(json.dumps(self.facts)) + tensors
 
 
 def latest_run(folder: Path) -> Path | None:
@@ -81,7 +83,10 @@ def write_state(run: Path, step: int, state: RunState) -> Path:
     before = max((other for other in steps if other < step), default=step)
     for other, path in steps.items():
         if other not in (step, before):  # a later one was damaged and passed over
-            path.unlink(missing_ok=True)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:  # the state is saved nevertheless
+                log.warning("wanshim: an older state stays: %s", error)
     return target
 
 
@@ -156,7 +161,8 @@ def forget_partial(run: Path) -> None:
 
 
 def _steps(run: Path) -> dict[int, Path]:
-    return {int(match[1]): path for path in _entries(run) if (match := _STATE.fullmatch(path.name))}
+    files = (path for path in _entries(run) if not path.is_dir())
+    return {int(match[1]): path for path in files if (match := _STATE.fullmatch(path.name))}
 
 
 def _entries(folder: Path) -> list[Path]:
