@@ -205,9 +205,11 @@ def _resume(name: str, value: str) -> WantedResume:
 
 def _folder(name: str, value: str) -> str:
     """`auto`, or a path."""
-    if value.strip() != "auto" and "/" not in value:  # else a typing error, or `off`, were a folder's name
+    if (where := value.strip()) == "auto":
+        return where
+    if "/" not in where:  # else a typing error, or `off`, were a folder's name
         raise SettingInvalid(f"{name}={value!r}", expected="auto, off, or a folder with a slash, ./encoded")
-    return _path(name, value.strip())
+    return _path(name, where)
 
 
 def _expandable(name: str, value: str) -> bool:

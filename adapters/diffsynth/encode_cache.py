@@ -393,7 +393,7 @@ def _folder(read: Settings) -> Path:
     from wanshim.core.shared.files import prompt_cache
 
     assert read.encode_cache is not None  # or nothing is kept
-    return prompt_cache() if read.encode_cache == "auto" else Path(read.encode_cache).absolute()
+    return prompt_cache() if read.encode_cache == "auto" else Path(read.encode_cache)
 
 
 def _apply(run: Run, row: Row) -> None:

@@ -89,6 +89,11 @@ def test_folder_is_relative_to_where_the_process_began(
         settings.read({name: value})
 
 
+def test_word_in_place_of_a_folder_is_no_path() -> None:
+    assert settings.read({"WANSHIM_ENCODE_CACHE": " auto "}).encode_cache == "auto"
+    assert settings.read({"WANSHIM_ENCODE_CACHE": "./auto"}).encode_cache == str(Path("auto").absolute())
+
+
 @pytest.mark.parametrize("name", ["WANSHIM_CACHE_DIR", "WANSHIM_PROGRESS_DIR"])
 def test_home_in_a_path_is_expanded_where_no_shell_does_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")

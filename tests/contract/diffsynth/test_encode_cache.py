@@ -255,6 +255,18 @@ def test_nothing_stays_of_it(train: Any, activate: Any) -> None:
 # What is there is checked
 
 
+def test_auto_keeps_in_the_folder_that_the_documents_name(
+    train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"HOME": str(tmp_path / "home"), "WANSHIM_ENCODE_CACHE": "auto"}.items():
+        monkeypatch.setenv(name, value)
+    product.activate(f"none,{FEATURE}")
+    train("with", epochs=1)
+    assert len(list((tmp_path / "home/.cache/wanshim/encoding").glob("*.safetensors"))) > 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "with"]
+
+
 def test_damaged_entries_are_computed_again_and_counted(train: Any, activate: Any) -> None:
     folder = activate()
     train("first", epochs=1)
