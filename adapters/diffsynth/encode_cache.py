@@ -401,8 +401,7 @@ def _apply(run: Run, row: Row) -> None:
     from wanshim.core.encoding.directory import CacheUnavailable
 
     if run.read.encode_cache is None:
-        if row.own:
-            row.without_effect("nothing is kept: WANSHIM_ENCODE_CACHE is not set")
+        STEP.not_asked(row)
         return
     try:
         cache = _put_behind(run.call, run.read, run.undo).cache
