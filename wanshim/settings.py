@@ -204,9 +204,15 @@ def _resume(name: str, value: str) -> WantedResume:
 
 
 def _folder(name: str, value: str) -> str:
-    """`auto`, or a path."""
-    if (where := value.strip()) == "auto":
-        return where
+    """A path; `auto` is the folder of the user."""
+    where = value.strip()
+    if where == "auto":
+        from wanshim.core.shared.files import prompt_cache  # needed by few: not at activation
+
+        try:
+            return str(prompt_cache())
+        except RuntimeError:
+            raise SettingInvalid(f"{name}={value!r}", expected="a folder: no home directory is known") from None
     if "/" not in where:  # else a typing error, or `off`, were a folder's name
         raise SettingInvalid(f"{name}={value!r}", expected="auto, off, or a folder with a slash, ./encoded")
     return _path(name, where)

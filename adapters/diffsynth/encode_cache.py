@@ -390,10 +390,8 @@ def encode_missing(call: TrainingCall, read: Settings, undo: Undo, report: Repor
 
 
 def _folder(read: Settings) -> Path:
-    from wanshim.core.shared.files import prompt_cache
-
     assert read.encode_cache is not None  # or nothing is kept
-    return prompt_cache() if read.encode_cache == "auto" else Path(read.encode_cache)
+    return Path(read.encode_cache)
 
 
 def _apply(run: Run, row: Row) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from wanshim import activation, hand_over, settings
+from wanshim.core.shared.files import prompt_cache
 from wanshim.errors import SettingInvalid
 from wanshim.settings import Settings
 
@@ -90,8 +91,21 @@ def test_folder_is_relative_to_where_the_process_began(
 
 
 def test_word_in_place_of_a_folder_is_no_path() -> None:
-    assert settings.read({"WANSHIM_ENCODE_CACHE": " auto "}).encode_cache == "auto"
+    assert settings.read({"WANSHIM_ENCODE_CACHE": " auto "}).encode_cache == str(prompt_cache())
     assert settings.read({"WANSHIM_ENCODE_CACHE": "./auto"}).encode_cache == str(Path("auto").absolute())
+
+
+def test_folder_in_a_home_that_nobody_knows_is_refused_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a container's user who has no entry in its passwd."""
+
+    def unknown(number: int) -> None:
+        raise KeyError(number)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    assert message({"WANSHIM_ENCODE_CACHE": "auto"}) == (
+        "WANSHIM_ENCODE_CACHE='auto'. Expected a folder: no home directory is known."
+    )
 
 
 @pytest.mark.parametrize("name", ["WANSHIM_CACHE_DIR", "WANSHIM_PROGRESS_DIR"])
