@@ -204,11 +204,14 @@ def _resume(name: str, value: str) -> WantedResume:
 
 
 def _folder(name: str, value: str) -> str:
-    """`auto`, which is no path, or a path."""
+    """`auto`, which is no path but a folder in the user's home, or a path."""
     text = value.strip()
-    if text != "auto" and "/" not in text:  # else a typing error, or `off`, were a folder's name
+    if text == "auto":
+        _path(name, value, "~")
+        return text
+    if "/" not in text:  # else a typing error, or `off`, were a folder's name
         raise SettingInvalid(f"{name}={value!r}", expected="auto, off, or a folder with a slash, ./encoded")
-    return text if text == "auto" else _path(name, text)
+    return _path(name, text)
 
 
 def _expandable(name: str, value: str) -> bool:
@@ -219,13 +222,13 @@ def _text(name: str, value: str) -> str:
     return value
 
 
-def _path(name: str, value: str) -> str:
+def _path(name: str, value: str, path: str | None = None) -> str:
     """A path, with `~` as a shell reads it: a Dockerfile's ENV and a service's settings know no shell. It is relative
-    to where the process began: a script may go to another folder before it is used."""
+    to where the process began: a script may go to another folder before it is used. Args: path: meant by the value."""
     if not value.strip():
         raise SettingInvalid(f"{name}={value!r}", expected="a path, or nothing at all")
     try:
-        return str(Path(value).expanduser().absolute())
+        return str(Path(value if path is None else path).expanduser().absolute())
     except RuntimeError:
         raise SettingInvalid(f"{name}={value!r}", expected="a path; no home directory is known for this one") from None
     except FileNotFoundError:

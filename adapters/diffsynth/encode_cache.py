@@ -393,7 +393,7 @@ def _folder(read: Settings) -> Path:
     from wanshim.core.shared.files import prompt_cache
 
     assert read.encode_cache is not None  # or nothing is kept
-    return prompt_cache() if read.encode_cache == "auto" else Path(read.encode_cache).absolute()
+    return prompt_cache() if read.encode_cache == "auto" else Path(read.encode_cache)
 
 
 def _apply(run: Run, row: Row) -> None:
@@ -401,8 +401,7 @@ def _apply(run: Run, row: Row) -> None:
     from wanshim.core.encoding.directory import CacheUnavailable
 
     if run.read.encode_cache is None:
-        if row.own:
-            row.without_effect("nothing is kept: WANSHIM_ENCODE_CACHE is not set")
+        STEP.not_asked(row)
         return
     try:
         cache = _put_behind(run.call, run.read, run.undo).cache

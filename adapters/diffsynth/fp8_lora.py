@@ -4,7 +4,7 @@ DiffSynth's wrapper of a module casts its weights by working on a deep copy of i
 the module is a whole block, the LoRA layers in it are copied too: the gradients reach the copies, the optimizer and
 the saved file have the others. Nothing is trained, and nothing says so. Blocks of S2V and VACE are wrapped whole in
 every release; those of the other Wan DiTs have been copied since 2.1.12. Here the copy shares what trains, and its
-frozen weights are cast as before.
+frozen weights are cast as before; of a block whose layers have wrappers of their own it shares these layers, too.
 """
 
 from __future__ import annotations
@@ -55,14 +55,20 @@ def _without(module: torch.nn.Module, children: set[int]) -> Iterator[None]:
             parent._modules = modules
 
 
-def copy_sharing_what_trains(module: torch.nn.Module) -> tuple[Any, set[int]]:
-    """A copy of a block with its wrappers and what trains shared, and the ids of those: DiffSynth's own shares the
-    wrappers alone."""
+def copy_of_what_is_cast(module: torch.nn.Module) -> tuple[Any, set[int]]:
+    """A copy of a block with all modules shared that have nothing to cast, and their ids: DiffSynth's own shares the
+    wrappers alone, and copies what trains and the hooks of the others."""
+    shared = {id(m): m for m in module.modules() if m is not module and _has_nothing_to_cast(m)}
+    return copy.deepcopy(module, dict(shared)), set(shared)
+
+
+def _has_nothing_to_cast(module: torch.nn.Module) -> bool:
     from wanshim.adapters.diffsynth.vram import is_wrapper
 
-    shared = {id(m): m for m in module.modules() if m is not module and is_wrapper(m)}
-    shared |= {id(m): m for m in training_in(module)}
-    return copy.deepcopy(module, dict(shared)), set(shared)
+    if is_wrapper(module) or any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+        return True  # it casts its own weights, or trains
+    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return not own and all(map(_has_nothing_to_cast, module.children()))
 
 
 def _cast(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
@@ -76,9 +82,7 @@ def _cast(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
 
 def _copy_block(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     def _copy_with_shared_children(self: object, module: torch.nn.Module) -> Any:
-        if not seam.enter_graph() or not training_in(module):
-            return original(self, module)
-        return copy_sharing_what_trains(module)
+        return copy_of_what_is_cast(module) if seam.enter_graph() else original(self, module)
 
     return _copy_with_shared_children
 

@@ -41,8 +41,7 @@ def _apply(run: Run, row: Row) -> None:
     from wanshim.adapters.diffsynth.resuming.run import ResumableRun
 
     if not run.plan.saves_state:
-        if row.own:
-            row.without_effect("no state is saved: WANSHIM_RESUME is not set")
+        STEP.not_asked(row)
         return
     assert run.read.resume is not None  # or the plan had not said so
     ResumableRun(run, run.read.resume, row)

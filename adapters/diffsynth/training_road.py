@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from wanshim.errors import FeatureUnavailable
 from wanshim.patching import Feature, Kind, Seam, SeamState
-from wanshim.settings import Settings
+from wanshim.settings import Settings, names_of
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
@@ -246,6 +246,11 @@ class Step:
     required: bool = False
     on: Callable[[Run], object] = lambda run: True
     apply: Callable[[Run, Row], None]
+
+    def not_asked(self, row: Row) -> None:
+        """Report that its feature is on and its variable asks for nothing."""
+        if row.own:
+            row.without_effect(f"{self.without}: {names_of(self.setting)[0]} is not set")
 
     def warn(self, reason: str) -> None:
         """Log why the run goes on without it."""

@@ -95,6 +95,19 @@ def test_word_of_a_grammar_is_no_folder(field: str, tmp_path: Path, monkeypatch:
     assert str(tmp_path) not in repr(settings.read({settings.names_of(field)[0]: "auto"}))
 
 
+def test_folder_in_a_home_that_nobody_knows_is_refused_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a container's user who has no entry in its passwd."""
+
+    def unknown(number: int) -> None:
+        raise KeyError(number)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    assert message({"WANSHIM_ENCODE_CACHE": "auto"}) == (
+        "WANSHIM_ENCODE_CACHE='auto'. Expected a path; no home directory is known for this one."
+    )
+
+
 @pytest.mark.parametrize("name", ["WANSHIM_CACHE_DIR", "WANSHIM_PROGRESS_DIR"])
 def test_home_in_a_path_is_expanded_where_no_shell_does_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")

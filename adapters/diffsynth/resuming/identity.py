@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from wanshim.adapters.diffsynth.training_road import Run
-from wanshim.core.resume.identity import differences, digest_of, fingerprint, table
+from wanshim.core.resume.identity import SAMPLED, contents_of, differences, digest_of, fingerprint, table
 from wanshim.core.resume.state import newest_facts
 from wanshim.core.training.progress_log import run_folder
 from wanshim.errors import ResumeInvalid
@@ -93,7 +93,7 @@ def identity_of(run: Run, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         **run.plan.block_changes,
         "WANSHIM_BASE": run.read.base,
         "mixed_precision": call.accelerator.mixed_precision,  # of `accelerate launch`, no argument of the script
-        "dataset": _samples(call.dataset),
+        "dataset": samples_of(call.dataset),
         "base_model": fingerprint([(name, weight) for name, weight in named if _stays(name, weight)], values=True),
         "trained_weights": f"{len(trained)} tensors, {fingerprint(trained, values=False)}",
         "samples_per_step": f"{processes * accumulation}: {processes} x {accumulation} accumulated",
@@ -108,8 +108,12 @@ def _is_plain(value: Any) -> bool:
         return False
 
 
-def _samples(dataset: Any) -> str:
+def samples_of(dataset: Any) -> str:
+    """The identity of a dataset: its rows, or the files of `--task sft:data_process`, whose names say nothing of what
+    was encoded, with their contents."""
     files = [getattr(dataset, name, None) for name in ("data", "cached_data")]  # of DiffSynth's UnifiedDataset
+    if encoded := files[1]:
+        files.append([contents_of(Path(path)) for path in encoded[:: -(-len(encoded) // SAMPLED)]])
     return f"{len(dataset)} samples of {type(dataset).__name__}, {digest_of(files)}"
 
 

@@ -110,6 +110,7 @@ def prepare(call: TrainingCall, on: Mapping[str, SeamState], undo: Undo) -> None
             continue
         if step.changes_blocks:
             if step.feature not in plan.block_changes:
+                step.not_asked(row)
                 continue
             row.report(plan.block_changes[step.feature])
         if not step.on(run):

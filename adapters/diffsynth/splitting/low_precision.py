@@ -131,6 +131,12 @@ def place_wrappers(handle: SplitHandle) -> int:
     return count
 
 
+def share_in_copies(model: torch.nn.Module, undo: Undo) -> None:
+    """The copies that wrappers make of blocks have the hooks of the modules in them, until `undo` ends."""
+    for wrapper in vram.wrappers(model):
+        undo.set(wrapper, dict(_sharing_what_trains(wrapper)))
+
+
 def _sharing_what_trains(wrapper: object) -> Iterator[tuple[str, Any]]:
     """The work of `diffsynth.fp8_lora` for one wrapper, where that feature is off."""
 
@@ -141,4 +147,4 @@ def _sharing_what_trains(wrapper: object) -> Iterator[tuple[str, Any]]:
     if type(wrapper).__name__ == "AutoWrappedModule" and is_wrappers_own("cast_to"):
         yield "cast_to", fp8_lora.cast_sharing_what_trains
     if is_wrappers_own("_copy_with_shared_children"):
-        yield "_copy_with_shared_children", fp8_lora.copy_sharing_what_trains
+        yield "_copy_with_shared_children", fp8_lora.copy_of_what_is_cast

@@ -182,6 +182,7 @@ def sequence_refusal(call: TrainingCall, read: Settings) -> str | None:
         or why_sharded_by_diffsynth(pipe)
         or heads_refusal(part_of(pipe.dit.blocks[0], family.num_heads), read)
         or _why_not_apart(pipe, family)
+        or _why_copied(pipe, family)
     )
 
 
@@ -192,6 +193,18 @@ def _why_not_apart(pipe: Any, family: Family) -> str | None:
         check_tokens_apart(family.block_lists(pipe))
     except ModelInvalid as error:
         return error.found
+    return None
+
+
+def _why_copied(pipe: Any, family: Family) -> str | None:
+    """The block of which every forward computes in a copy with all its modules, or None."""
+    assert family.block_lists is not None  # or no class were sharded
+    for block in (block for listed in family.block_lists(pipe) for block in listed.blocks):
+        if type(block).__name__ == "AutoWrappedModule":
+            return (
+                f"--fp8_models and --offload_models copy each {type(block.module).__name__} with all its modules in "
+                "every forward, and ranks exchange tokens inside it"
+            )
     return None
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from wanshim.adapters.diffsynth import compiled_blocks, encode_cache
-from wanshim.adapters.diffsynth.splitting import refusals
+from wanshim.adapters.diffsynth.splitting import low_precision, refusals
 from wanshim.adapters.diffsynth.splitting.data_parallel import count_groups
 from wanshim.adapters.diffsynth.splitting.pipelined_loop import keep_out_of_ddp, save_whole
 from wanshim.adapters.diffsynth.training_road import Row, Run
@@ -45,6 +45,7 @@ def apply(run: Run, row: Row) -> None:
     group, family = _group(plan.ranks, accelerator), refusals.family_of(call.dit)
     assert family is not None  # or it had been refused
     assert family.block_lists is not None
+    low_precision.share_in_copies(call.dit, undo)
     handle = shard_sequence(
         call.dit,
         group,

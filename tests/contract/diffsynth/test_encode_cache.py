@@ -29,13 +29,11 @@ import wanshim as product
 from tests.contract.diffsynth import encode_job as job
 from tests.contract.diffsynth import resume_runs
 from tests.contract.diffsynth.resume_runs import said
-from wanshim import settings
 from wanshim.adapters.diffsynth import encode_cache
 from wanshim.adapters.diffsynth.training_road import Row
 from wanshim.core.encoding.cache import EmbeddingCache
 from wanshim.core.encoding.directory import CacheDirectory
 from wanshim.core.model_split.side_models import HOST, moved_to
-from wanshim.core.shared.files import prompt_cache
 from wanshim.errors import WanshimError
 from wanshim.undo import Undo
 
@@ -243,7 +241,7 @@ def test_sample_that_cannot_be_read_before_is_the_training_s_to_fail(train: Any,
 def test_without_the_variable_nothing_is_kept(train: Any) -> None:
     product.activate(f"none,{FEATURE}")
     assert _same(train("ours"), _plain_run())
-    assert "nothing is kept: WANSHIM_ENCODE_CACHE is not set" in _notes()
+    assert "nothing is kept of what is encoded: WANSHIM_ENCODE_CACHE is not set" in _notes()
 
 
 @pytest.mark.slow
@@ -255,6 +253,18 @@ def test_nothing_stays_of_it(train: Any, activate: Any) -> None:
 
 
 # What is there is checked
+
+
+def test_auto_keeps_in_the_folder_that_the_documents_name(
+    train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"HOME": str(tmp_path / "home"), "WANSHIM_ENCODE_CACHE": "auto"}.items():
+        monkeypatch.setenv(name, value)
+    product.activate(f"none,{FEATURE}")
+    train("with", epochs=1)
+    assert len(list((tmp_path / "home/.cache/wanshim/encoding").glob("*.safetensors"))) > 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "with"]
 
 
 def test_damaged_entries_are_computed_again_and_counted(train: Any, activate: Any) -> None:
@@ -286,10 +296,6 @@ def test_full_disk_is_said_and_the_run_goes_on(train: Any, activate: Any, monkey
     assert "12 results could not be kept: cannot write" in _notes()
     assert "No space left on device" in _notes()
     assert not list(folder.iterdir())
-
-
-def test_auto_keeps_results_in_the_folder_of_encoded_prompts() -> None:
-    assert encode_cache._folder(settings.read({"WANSHIM_ENCODE_CACHE": "auto"})) == prompt_cache()
 
 
 def test_folder_that_others_may_write_is_refused(train: Any, activate: Any, tmp_path: Path) -> None:

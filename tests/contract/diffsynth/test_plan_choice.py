@@ -224,4 +224,4 @@ def test_auto_without_a_known_video_changes_nothing_and_says_so(
     found, _, module = train(tmp_path / "auto", 2)
     assert found == expected
     assert stream_of(module.pipe.dit) is None
-    assert "no plan is chosen: this model or the size of its videos is not known" in notes()
+    assert "no plan is chosen without a predicted peak; name one with WANSHIM_PLAN=stream" in notes()

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from diffsynth.core.data.unified_dataset import UnifiedDataset
 from diffsynth.diffusion import ModelLogger, parsers, runner
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -34,6 +35,7 @@ from tests.contract.diffsynth.resume_runs import said
 from tests.contract.diffsynth.training import Pipe, wan_pipe
 from wanshim.adapters.diffsynth.resume import FEATURE, STEP
 from wanshim.adapters.diffsynth.resuming import run as resume_run
+from wanshim.adapters.diffsynth.resuming.identity import samples_of
 from wanshim.adapters.diffsynth.training_road import TrainingCall
 from wanshim.core.resume import tree, writer
 from wanshim.core.resume.state import RunState, read_state, write_state
@@ -691,6 +693,18 @@ def test_dataset_with_other_files_stops_the_start_and_begins_its_epoch_where_it_
     wanshim.activate(f"none,{NAME}")
     train(tmp_path, attempt=2, dataset=of("other"))
     assert len(seen(tmp_path, 0, 2)) == 14
+
+
+def test_samples_that_are_encoded_anew_into_the_same_files_are_another_dataset(tmp_path: Path) -> None:
+    def encoded(caption: float) -> str:
+        for number in range(70):
+            torch.save(({"number": number}, {"context": torch.full((4,), caption)}, {}), tmp_path / f"{number}.pth")
+        return samples_of(UnifiedDataset(str(tmp_path)))
+
+    first = encoded(1.0)
+    assert first.startswith("70 samples of UnifiedDataset, ")
+    assert encoded(1.0) == first
+    assert encoded(2.0) != first
 
 
 @pytest.mark.slow

@@ -12,10 +12,12 @@ import torch.distributed as dist
 from peft import LoraConfig, inject_adapter_in_model
 
 import wanshim
-from tests.contract.diffsynth import variants, wan
+from tests.contract.diffsynth import fp8_models, variants, wan
 from tests.distributed.decoding.ranks import made_together, run_ranks, values
 from tests.distributed.sequence.tiny import farthest
+from wanshim.adapters.diffsynth.splitting import low_precision
 from wanshim.adapters.diffsynth.splitting.wan import block_lists
+from wanshim.undo import Undo
 
 EXACT = 1e-5
 COVERED = ("t2v", "i2v", "ti2v-5b", "fun-control", "camera", "vace")
@@ -118,6 +120,31 @@ def trained(rank: int, size: int) -> float:
 @pytest.mark.slow
 def test_lora_after_five_steps_is_the_unsharded_one() -> None:
     assert max(values(run_ranks(trained, 2))) <= 1e-4
+
+
+def quantized(rank: int, size: int, name: str, features: str) -> float:
+    """How far loss and gradients of LoRA on a base of --fp8_models are from those of the same base dequantised."""
+    torch.cpu.empty_cache = lambda: None  # DiffSynth empties the cache of whatever device it runs on
+    wanshim.activate(features)
+
+    def step_of(*, managed: bool) -> Any:
+        variant, owner = fp8_models.with_lora(name, managed=managed)
+        undo = Undo()
+        if managed:
+            low_precision.share_in_copies(owner, undo)
+            handle = wanshim.shard_sequence(variant.dit, blocks=block_lists(variant.pipe), deadline=60)
+            undo.add(handle.remove)
+        loss, gradients = fp8_models.step(variant, owner, checkpointing=True)
+        undo.remove()
+        return [loss.item()], gradients
+
+    return farthest(step_of(managed=True), step_of(managed=False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("features", ["none", "none,diffsynth.fp8_lora"], ids=["alone", "with the repair"])
+def test_lora_on_a_base_of_fp8_models_on_two_ranks_has_the_gradients_of_one(features: str) -> None:
+    assert max(values(run_ranks(quantized, 2, "t2v", features))) <= 0.02  # rounding of bfloat16
 
 
 def removed(rank: int, size: int) -> tuple[bool, bool, list[str]]:

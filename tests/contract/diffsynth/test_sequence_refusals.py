@@ -16,6 +16,7 @@ from diffsynth.models.model_loader import ModelPool
 
 import wanshim
 from tests.contract.diffsynth import variants
+from tests.contract.diffsynth.fp8_models import manage
 from tests.contract.diffsynth.training import FEATURE, Logger, Samples, Training
 from wanshim.core.model_split import split_of
 from wanshim.core.sequence import sequence_of
@@ -53,6 +54,7 @@ def with_deepspeed() -> Any:
         ("heads", "99 ranks for 2 attention heads"),
         ("deepspeed", "DeepSpeed places the parameters"),
         ("manager", "--enable_model_cpu_offload"),
+        ("fp8", "--fp8_models and --offload_models copy each VaceWanAttentionBlock with all its modules"),
         ("block", "DiTBlock 1 is compiled by torch.compile"),
         ("dynamo", "accelerate compiles the training module (dynamo_backend EAGER)"),
     ],
@@ -60,7 +62,9 @@ def with_deepspeed() -> Any:
 def test_refusal_names_what_it_is_about(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, reason: str
 ) -> None:
-    module = module_of(change) if change in variants.MAKERS else Training()
+    module = module_of(change) if change in variants.MAKERS else module_of("vace") if change == "fp8" else Training()
+    if change == "fp8":
+        manage(module.pipe.vace, "cpu")
     if change == "usp":
         module.pipe.use_unified_sequence_parallel = True
     if change == "heads":

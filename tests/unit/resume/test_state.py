@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from wanshim.core.resume import state
-from wanshim.core.resume.identity import differences, fingerprint, table
+from wanshim.core.resume.identity import contents_of, differences, fingerprint, table
 from wanshim.core.resume.state import (
     RunState,
     check_writable,
@@ -330,6 +330,19 @@ def test_differences_are_a_table_of_names() -> None:
     found = differences({"rate": 1, "same": 2, "gone": 3}, {"rate": 4, "same": 2})
     assert found == {"rate": (1, 4), "gone": (3, None)}
     assert "rate  1          4" in table(found)
+
+
+def test_contents_of_a_file_are_the_checksums_of_an_archive_or_a_size(tmp_path: Path) -> None:
+    file = tmp_path / "0.pth"
+    assert contents_of(file) == []
+    file.write_bytes(b"no archive")
+    assert contents_of(file) == [10]
+    torch.save({"w": torch.zeros(2)}, file)
+    zeros, size = contents_of(file), file.stat().st_size
+    torch.save({"w": torch.ones(2)}, file)
+    assert file.stat().st_size == size
+    assert [name for name, _ in contents_of(file)] == [name for name, _ in zeros]
+    assert contents_of(file) != zeros
 
 
 def test_fingerprint_sees_values_where_asked() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from wanshim.core.sequence import BlockList, check_tokens_apart
-from wanshim.core.sequence.blocks import heads_of
+from wanshim.core.sequence.blocks import argument_names, heads_of
 from wanshim.errors import ModelInvalid
 
 
@@ -91,3 +91,23 @@ def test_a_part_that_a_block_lacks_is_named() -> None:
     blocks = [nn.Sequential(nn.Linear(8, 8))]
     with pytest.raises(ModelInvalid, match=r"Sequential 0 has no number attn\.heads"):
         heads_of([BlockList(blocks=blocks, attention="0", projections=(), num_heads=("attn.heads",))])
+
+
+class Wrapper(nn.Module):
+    """Computes in a copy of its module, as DiffSynth's VRAM management does."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def test_wrapper_that_hands_on_whatever_it_gets_takes_the_arguments_of_its_module() -> None:
+    class Block(nn.Module):
+        def forward(self, x: torch.Tensor, context: torch.Tensor, *rest: Any) -> torch.Tensor:
+            return x
+
+    assert argument_names(Block()) == argument_names(Wrapper(Wrapper(Block()))) == ("x", "context")
+    assert argument_names(Wrapper(nn.Identity())) == ("input",)

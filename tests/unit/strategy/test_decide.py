@@ -350,6 +350,13 @@ def test_unpredictable_job_is_run_as_asked_and_says_why() -> None:
     assert decide(replace(unknown, chunkable=False), limits(1)).step == replace(plan.step, chunk=None)
 
 
+def test_unpredictable_job_is_advised_to_name_a_plan_that_it_can_have() -> None:
+    unknown = replace(WHOLE, unpredictable="it is new", request=Request(), words={"name_a_strategy": "; name a stream"})
+    assert decide(unknown, limits(80)).notes[0] == "no plan is chosen without a predicted peak; name a stream"
+    excluded = replace(unknown, excluded={Strategy.STREAM: "its weights are moved"})
+    assert decide(excluded, limits(80)).notes[0] == "no plan is chosen without a predicted peak"
+
+
 def test_unpredictable_job_is_streamed_as_asked_without_the_chunks_that_it_cannot_have() -> None:
     asked = Request(strategy=Strategy.STREAM, chunks=(512,))
     plan = decide(replace(WHOLE, unpredictable="it is new", chunkable=False, request=asked), limits(1))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile, ZipFile
 
 import torch
 
 from wanshim.core.shared.text import table as text_table
 
-SAMPLED = 64  # elements of a weight that its fingerprint looks at
+SAMPLED = 64  # elements of a weight, or files of a dataset, that are looked at
 
 
 def fingerprint(tensors: Iterable[tuple[str, torch.Tensor]], *, values: bool) -> str:
@@ -22,6 +24,18 @@ def fingerprint(tensors: Iterable[tuple[str, torch.Tensor]], *, values: bool) ->
         if values:
             found.update(tensor.detach().reshape(-1)[:SAMPLED].cpu().contiguous().view(torch.uint8).numpy())
     return found.hexdigest()[:16]
+
+
+def contents_of(file: Path) -> list[Any]:
+    """The contents of a file as its directory has them, if it is an archive as `torch.save` writes it: a checksum of
+    each part. Another file counts by its size, and one that is not there is nothing."""
+    try:
+        with ZipFile(file) as archive:
+            return [[part.filename, part.CRC] for part in archive.infolist()]
+    except BadZipFile:
+        return [file.stat().st_size]
+    except OSError:
+        return []
 
 
 def digest_of(value: Any) -> str:

@@ -133,15 +133,18 @@ def heads_of(lists: Sequence[BlockList]) -> int:
 
 
 def argument_names(block: nn.Module) -> tuple[str, ...]:
-    """Names of its forward's arguments, in their order."""
-    if "forward" in vars(block):
-        return tuple(inspect.signature(block.forward).parameters)
-    return _names_of(type(block).forward)[1:]
+    """Names of its forward's arguments, in their order; of a wrapper that hands on whatever it gets, those of the
+    module in it."""
+    own = "forward" in vars(block)
+    names = _names_of.__wrapped__(block.forward) if own else _names_of(type(block).forward)[1:]
+    inside = _module(block, "module")
+    return names if names or inside is None else argument_names(inside)
 
 
 @lru_cache(maxsize=64)
 def _names_of(function: Callable[..., object]) -> tuple[str, ...]:
-    return tuple(inspect.signature(function).parameters)
+    several = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    return tuple(name for name, one in inspect.signature(function).parameters.items() if one.kind not in several)
 
 
 def _module(block: nn.Module, path: str) -> nn.Module | None:

@@ -114,7 +114,8 @@ def _plan(job: TrainingJob, limits: Limits) -> TrainingPlan:
     if wanted in PLANS:
         return PLANS[wanted](job, limits)
     if job.unpredictable:
-        note = "no plan is chosen: this model or the size of its videos is not known" + job.advice("name_a_strategy")
+        can_stream = not why_not(Strategy.STREAM, job, fits=True)
+        note = "no plan is chosen without a predicted peak" + job.advice("name_a_strategy") * can_stream
         plan = _whole(job, limits)
         return replace(plan, notes=(note, *plan.notes))
     plans = _plans_that_fit(job, limits)
