@@ -59,7 +59,7 @@ def _imported(module: ModuleType) -> None:
 def _start_agent(original: Call, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     count = (args[0] if args else kwargs["config"]).nproc_per_node
     if hand_over.is_rank():
-        refuse(refusal(f"torch's launcher, which starts {count} processes itself"))
+        refuse(refusal(f"torch's launcher, which starts {_processes(count)} itself"))
     if (sentence := _why_not(count, settings.engine_of(launched=True))) is not None:
         refuse(sentence)
     return original(*args, **kwargs)
@@ -113,8 +113,12 @@ def _is_default(given: Any) -> bool:
 
 def _refusal_of_accelerate(given: Any, prepared: Any) -> str:
     lost = _set_by(prepared)
-    found = f"accelerate's launcher, which starts {given.num_processes or 1} processes itself"
+    found = f"accelerate's launcher, which starts {_processes(given.num_processes or 1)} itself"
     return refusal(f"{found}{_in_words(lost)}", _hint(lost))
+
+
+def _processes(count: int) -> str:
+    return f"{count} process{'es' * (count != 1)}"
 
 
 def _set_by(prepared: Any) -> dict[str, str]:
