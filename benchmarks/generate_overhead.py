@@ -27,7 +27,7 @@ VIDEO, STEPS = (128, 128, 5), 4
 
 
 def seconds(pipe: object, job: generate_arm.Job) -> list[float]:
-    """Of calls behind the first."""
+    """Seconds of the calls behind the first."""
     call, found = generate_arm.caller(job, pipe, decode=True), []
     for _ in range(1 + CALLS):
         generate_arm.synchronize()

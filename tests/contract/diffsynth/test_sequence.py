@@ -123,7 +123,7 @@ def test_lora_after_five_steps_is_the_unsharded_one() -> None:
 
 
 def quantized(rank: int, size: int, name: str, features: str) -> float:
-    """How far loss and gradients of LoRA on a base of --fp8_models are from those of the same base dequantised."""
+    """Distances of loss and gradients, of LoRA on a base of --fp8_models, from those of the same base dequantised."""
     torch.cpu.empty_cache = lambda: None  # DiffSynth empties the cache of whatever device it runs on
     wanshim.activate(features)
 
