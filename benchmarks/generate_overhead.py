@@ -1,4 +1,4 @@
-"""What a call of a shared pipeline costs beside its forwards: alone and by two processes on one GPU, a small video.
+"""Costs of a shared pipeline's call beside its forwards: a small video, alone and by two processes on one GPU.
 
     python benchmarks/generate_overhead.py --json benchmarks/results/generate_overhead_1xH200.json
 

@@ -204,7 +204,7 @@ def _resume(name: str, value: str) -> WantedResume:
 
 
 def _folder(name: str, value: str) -> str:
-    """`auto`, which is no path but a folder in the user's home, or a path."""
+    """A path, or `auto`: a folder in the user's home, and not one of that name here."""
     text = value.strip()
     if text == "auto":
         _path(name, value, "~")
@@ -224,7 +224,11 @@ def _text(name: str, value: str) -> str:
 
 def _path(name: str, value: str, path: str | None = None) -> str:
     """A path, with `~` as a shell reads it: a Dockerfile's ENV and a service's settings know no shell. It is relative
-    to where the process began: a script may go to another folder before it is used. Args: path: meant by the value."""
+    to where the process began: a script may go to another folder before it is used.
+
+    Args:
+        path: expanded in place of the value.
+    """
     if not value.strip():
         raise SettingInvalid(f"{name}={value!r}", expected="a path, or nothing at all")
     try:

@@ -4,7 +4,7 @@ DiffSynth's wrapper of a module casts its weights by working on a deep copy of i
 the module is a whole block, the LoRA layers in it are copied too: the gradients reach the copies, the optimizer and
 the saved file have the others. Nothing is trained, and nothing says so. Blocks of S2V and VACE are wrapped whole in
 every release; those of the other Wan DiTs have been copied since 2.1.12. Here the copy shares what trains, and its
-frozen weights are cast as before; of a block whose layers have wrappers of their own it shares these layers, too.
+frozen weights are cast as before; it shares what has nothing to cast, too, with the hooks on it.
 """
 
 from __future__ import annotations
@@ -56,10 +56,20 @@ def _without(module: torch.nn.Module, children: set[int]) -> Iterator[None]:
 
 
 def copy_of_what_is_cast(module: torch.nn.Module) -> tuple[Any, set[int]]:
-    """A copy of a block with all modules shared that have nothing to cast, and their ids: DiffSynth's own shares the
-    wrappers alone, and copies what trains and the hooks of the others."""
-    shared = {id(m): m for m in module.modules() if m is not module and _has_nothing_to_cast(m)}
+    """A copy of a block with all modules shared that have nothing to cast, and the ids of the outermost of these:
+    DiffSynth's own shares the wrappers alone, and copies what trains and the hooks of the others."""
+    shared = {id(m): m for m in shared_in_copy(module)}
     return copy.deepcopy(module, dict(shared)), set(shared)
+
+
+def shared_in_copy(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The outermost modules below `module` that have nothing to cast. Those within them are in no copy: who takes them
+    out of their parents for the length of a cast takes them out of the original, which another thread may run."""
+    for child in module.children():
+        if _has_nothing_to_cast(child):
+            yield child
+        else:
+            yield from shared_in_copy(child)
 
 
 def _has_nothing_to_cast(module: torch.nn.Module) -> bool:

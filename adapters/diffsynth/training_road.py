@@ -250,7 +250,7 @@ class Step:
     def not_asked(self, row: Row) -> None:
         """Report that its feature is on and its variable asks for nothing."""
         if row.own:
-            row.without_effect(f"{self.without}: {names_of(self.setting)[0]} is not set")
+            row.without_effect(f"{self.without}: {names_of(self.setting)[0]} is not set, or off")
 
     def warn(self, reason: str) -> None:
         """Log why the run goes on without it."""

@@ -148,7 +148,7 @@ def small_table() -> str:
         seconds = f"{first['seconds']:.1f}", f"{second['seconds']:.1f}", f"{ratio:.2f}x", f"{other['seconds']:.1f}"
         command = row["command"].replace("benchmarks/generate_script.py", "...")
         lines.append((f"`{command}`", *seconds, f"{second['peak_GiB']:.1f}", _frames(row, alone)))
-    heads = "command | first call | second call | of the script alone | third call | GiB of the second | frames"
+    heads = "command | first call | second call | of one not offloaded | third call | GiB in the second | frames"
     return table(heads, lines, _where((SMALL,), " Seconds with the decode."))
 
 

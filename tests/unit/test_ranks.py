@@ -80,8 +80,9 @@ def test_folder_of_a_machine_whose_locks_are_not_seen_here_stays(
 
     monkeypatch.setattr(Lock, "take", free)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(socket, "gethostname", lambda: "gpu-2")
     with ranks._folder() as folder:
-        monkeypatch.setattr(socket, "gethostname", lambda: "another")
+        monkeypatch.setattr(socket, "gethostname", lambda: "gpu")
         with ranks._folder():
             assert folder.exists()
 

@@ -131,7 +131,7 @@ def doctor(command: list[str], features: str | None, everything: bool, gpus: int
 
     read = settings_of_ranks(command, gpus, features)
     if command:
-        start.found(command)
+        start.resolve(command)
     result = diagnosis.examine(read, features, command)
     if as_json:
         click.echo(json.dumps(result.to_dict(), indent=2))

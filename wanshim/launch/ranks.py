@@ -205,7 +205,7 @@ def _folder() -> Iterator[Path]:
     """A folder for the files of the ranks. Those of launchers that were killed are removed."""
     parent = Path(tempfile.gettempdir())
     start = f"{FOLDERS}{socket.gethostname()}-"  # a share may keep the locks of another machine to that machine
-    for old in parent.glob(f"{start}*"):
+    for old in parent.glob(start + "[0-9a-f]" * 16):  # no name that begins with this one
         remove_abandoned(old)
     with temporary_folder(parent, start) as folder:
         folder.chmod(0o1733)  # for processes of another user, too; nobody else knows the name

@@ -63,7 +63,7 @@ def plan_of(gpus: int) -> str:
     return "sequence" if gpus > 1 else "auto"
 
 
-def found(command: list[str]) -> tuple[list[str], str]:
+def resolve(command: list[str]) -> tuple[list[str], str]:
     """The command, behind this Python where it is a `.py` file, and the path of its program.
 
     Raises:
@@ -91,7 +91,7 @@ def run(command: list[str], variables: dict[str, str], *, processes: int = 1, wa
     Raises:
         WanshimError: there is no such program, or it cannot be executed; the message says why.
     """
-    command, program = found(command)
+    command, program = resolve(command)
     option = skipping_option(command[1:]) if is_python(program) else ""
     if option:
         say(f"{option} makes Python pass over wanshim: {program} runs without it")

@@ -112,7 +112,8 @@ def samples_of(dataset: Any) -> str:
     """The identity of a dataset: its rows, or the files of `--task sft:data_process`, whose names say nothing of what
     was encoded, with their contents."""
     files = [getattr(dataset, name, None) for name in ("data", "cached_data")]  # of DiffSynth's UnifiedDataset
-    if encoded := files[1]:
+    encoded = files[1]
+    if isinstance(encoded, list) and encoded and all(isinstance(each, (str, Path)) for each in encoded):
         files.append([contents_of(Path(path)) for path in encoded[:: -(-len(encoded) // SAMPLED)]])
     return f"{len(dataset)} samples of {type(dataset).__name__}, {digest_of(files)}"
 

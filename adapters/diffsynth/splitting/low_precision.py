@@ -132,7 +132,7 @@ def place_wrappers(handle: SplitHandle) -> int:
 
 
 def share_in_copies(model: torch.nn.Module, undo: Undo) -> None:
-    """The copies that wrappers make of blocks have the hooks of the modules in them, until `undo` ends."""
+    """Have wrappers share, in the copies of their blocks, all modules that need no cast, until `undo` ends."""
     for wrapper in vram.wrappers(model):
         undo.set(wrapper, dict(_sharing_what_trains(wrapper)))
 

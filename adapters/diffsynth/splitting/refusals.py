@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from wanshim.adapters.diffsynth import vram
+from wanshim.adapters.diffsynth import fp8_lora, vram
 from wanshim.adapters.diffsynth.splitting import flux2, low_precision, minimax_h3, wan
 from wanshim.adapters.diffsynth.splitting.family import Family, class_of, part_of
 from wanshim.adapters.diffsynth.training_road import Report, TrainingCall
@@ -197,14 +197,22 @@ def _why_not_apart(pipe: Any, family: Family) -> str | None:
 
 
 def _why_copied(pipe: Any, family: Family) -> str | None:
-    """The block of which every forward computes in a copy with all its modules, or None."""
+    """A sentence on the block whose forwards compute with copies of modules in which ranks exchange tokens, or None."""
     assert family.block_lists is not None  # or no class were sharded
-    for block in (block for listed in family.block_lists(pipe) for block in listed.blocks):
-        if type(block).__name__ == "AutoWrappedModule":
-            return (
-                f"--fp8_models and --offload_models copy each {type(block.module).__name__} with all its modules in "
-                "every forward, and ranks exchange tokens inside it"
-            )
+    for block, inside in ((block, one.inside) for one in family.block_lists(pipe) for block in one.blocks):
+        if not vram.is_wrapper(block):
+            continue
+        own = block.module
+        is_whole = type(block).__name__ == "AutoWrappedModule"  # all in it is cast
+        shared = set() if is_whole else {id(module) for module in fp8_lora.shared_in_copy(own)}
+        for path in inside:
+            names = path.split(".")
+            ways = (own.get_submodule(".".join(names[: n + 1])) for n in range(len(names)))
+            if not any(id(module) in shared for module in ways):
+                return (
+                    f"--fp8_models and --offload_models copy {path} of each {type(own).__name__} in every forward, "
+                    "and ranks exchange tokens inside it"
+                )
     return None
 
 

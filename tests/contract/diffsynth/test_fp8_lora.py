@@ -53,6 +53,24 @@ def test_fp8_lora_gives_the_gradients_of_the_same_base_dequantised(name: str, ch
     assert wanshim.report().row(FEATURE).state == "exercised"
 
 
+@pytest.mark.skipif(not COPIES_EVERY_BLOCK, reason="this release casts no copies of whole blocks")
+def test_block_keeps_its_modules_while_a_copy_is_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may compute with it then."""
+    wanshim.activate(f"none,{FEATURE}")
+    made, owner = with_lora("t2v", managed=True)
+    names = {name for name, _ in owner.named_modules()}
+    restore, seen = layers.AutoWrappedNonRecurseModule._restore_shared_children, []
+
+    def look(self: object, detached: list[object]) -> None:
+        seen.append({name for name, _ in owner.named_modules()})
+        restore(self, detached)
+
+    monkeypatch.setattr(layers.AutoWrappedNonRecurseModule, "_restore_shared_children", look)
+    step(made, owner, False)
+    assert seen
+    assert all(found == names for found in seen)
+
+
 def test_fp8_lora_in_another_dtype_keeps_it_and_its_place_in_the_model() -> None:
     wanshim.activate(f"none,{FEATURE}")
     made, owner = with_lora("s2v", managed=True)

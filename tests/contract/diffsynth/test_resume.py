@@ -707,6 +707,14 @@ def test_samples_that_are_encoded_anew_into_the_same_files_are_another_dataset(t
     assert encoded(2.0) != first
 
 
+@pytest.mark.parametrize("kept", [[{"a": 1}], [torch.ones(1)], {"a": 1}, (1, 2), np.ones(3), [], None], ids=repr)
+def test_dataset_with_samples_in_memory_is_told_apart_by_its_rows(kept: object) -> None:
+    class Own(list):  # type: ignore[type-arg]
+        cached_data = kept
+
+    assert samples_of(Own([1])) != samples_of(Own([1, 2]))
+
+
 @pytest.mark.slow
 def test_epoch_that_has_ended_is_not_trained_again_with_another_dataset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

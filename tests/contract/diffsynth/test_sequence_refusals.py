@@ -54,7 +54,7 @@ def with_deepspeed() -> Any:
         ("heads", "99 ranks for 2 attention heads"),
         ("deepspeed", "DeepSpeed places the parameters"),
         ("manager", "--enable_model_cpu_offload"),
-        ("fp8", "--fp8_models and --offload_models copy each VaceWanAttentionBlock with all its modules"),
+        ("fp8", "--fp8_models and --offload_models copy self_attn"),
         ("block", "DiTBlock 1 is compiled by torch.compile"),
         ("dynamo", "accelerate compiles the training module (dynamo_backend EAGER)"),
     ],

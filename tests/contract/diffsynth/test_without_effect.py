@@ -66,9 +66,9 @@ def train(folder: Path, kind: type[Training], **changed: Any) -> None:
         (KEPT, {"KEEP": "blocks"}, Idle, "no block was kept: none of them ran"),
         ("diffsynth.checkpoint_offload", {"OFFLOAD": "on"}, Idle, "no checkpoint was offloaded"),
         ("diffsynth.eight_bit_compute", {"COMPUTE": "int8"}, NoLora, "no frozen Linear of the blocks"),
-        ("diffsynth.eight_bit_compute", {}, Training, "multiplies in eight bits: WANSHIM_COMPUTE is not set"),
-        ("diffsynth.compiled_blocks", {}, Training, "blocks are not compiled: WANSHIM_COMPILE is not set"),
-        ("diffsynth.resume", {}, Training, "no state is saved: WANSHIM_RESUME is not set"),
+        ("diffsynth.eight_bit_compute", {}, Training, "multiplies in eight bits: WANSHIM_COMPUTE is not set, or off"),
+        ("diffsynth.compiled_blocks", {}, Training, "blocks are not compiled: WANSHIM_COMPILE is not set, or off"),
+        ("diffsynth.resume", {}, Training, "no state is saved: WANSHIM_RESUME is not set, or off"),
     ],
     ids=["compile", "attention", "no dit", "blocks", "offload", "eight_bit", "no compute", "no compile", "no resume"],
 )

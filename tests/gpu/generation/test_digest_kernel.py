@@ -25,20 +25,20 @@ def tensors() -> list[torch.Tensor]:
 def test_kernel_has_the_digests_of_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     made = tensors()
     expected = digests(made)
-    assert digest_kernel.digests_again(made) == expected
+    assert digest_kernel.digests_by_kernel(made) == expected
     COMPILER.wait()
     summed: list[int] = []
     sums = digest_kernel.sums
     monkeypatch.setattr(digest_kernel, "sums", lambda some: summed.append(len(some)) or sums(some))
-    assert digest_kernel.digests_again(made) == expected
+    assert digest_kernel.digests_by_kernel(made) == expected
     assert summed == [24]  # of 62: the rest has no whole words, or begins within one
 
 
 def test_kernel_that_fails_leaves_all_to_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     made = tensors()
-    digest_kernel.digests_again(made)
+    digest_kernel.digests_by_kernel(made)
     COMPILER.wait()
     monkeypatch.setattr(digest_kernel, "_failed", set())
     monkeypatch.setattr(digest_kernel, "_launch", lambda *_: 1 / 0)
-    assert digest_kernel.digests_again(made) == digests(made)
+    assert digest_kernel.digests_by_kernel(made) == digests(made)
     assert digest_kernel._failed == {torch.device("cuda", 0)}

@@ -106,8 +106,8 @@ class Wrapper(nn.Module):
 
 def test_wrapper_that_hands_on_whatever_it_gets_takes_the_arguments_of_its_module() -> None:
     class Block(nn.Module):
-        def forward(self, x: torch.Tensor, context: torch.Tensor, *rest: Any) -> torch.Tensor:
+        def forward(self, x: torch.Tensor, *rest: Any, mask: Any = None) -> torch.Tensor:
             return x
 
-    assert argument_names(Block()) == argument_names(Wrapper(Wrapper(Block()))) == ("x", "context")
+    assert argument_names(Block()) == argument_names(Wrapper(Wrapper(Block()))) == ("x", "rest", "mask")
     assert argument_names(Wrapper(nn.Identity())) == ("input",)

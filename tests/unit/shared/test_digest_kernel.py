@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from wanshim.core.shared.digest import digests
-from wanshim.core.shared.digest_kernel import digests_again
+from wanshim.core.shared.digest_kernel import digests_by_kernel
 
 PROGRAM = """
 import torch
@@ -47,5 +47,5 @@ def test_kernel_sums_up_what_the_operators_do() -> None:
 
 def test_tensors_off_gpus_are_left_to_the_operators() -> None:
     made = [torch.arange(7.0), torch.arange(8.0)[1:], torch.empty(0), torch.arange(9).to(torch.uint8)]
-    assert digests_again(made) == digests(made)
-    assert digests_again([]) == []
+    assert digests_by_kernel(made) == digests(made)
+    assert digests_by_kernel([]) == []

@@ -728,7 +728,7 @@ class _Call:
         room = {d: n + self._shared.used_by_worker(d, models) for d, n in free.items() if n is not None}
         limits = Limits(available=room)
         plan = decide(job, limits)
-        if self._binding.offload is not None or plan.gpus < len(self._devices):  # whole models do not do
+        if self._binding.offload is not None or plan.gpus < len(self._devices):  # whole models do not fit all
             plan = decide(self._streamed(job, forward.used(args, kwargs)), limits)
         self._shared.make_room(plan, free, self._binding.copied)
         self._shared.planned(plan)

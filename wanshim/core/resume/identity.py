@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile, ZipFile
@@ -29,13 +30,13 @@ def fingerprint(tensors: Iterable[tuple[str, torch.Tensor]], *, values: bool) ->
 def contents_of(file: Path) -> list[Any]:
     """The contents of a file as its directory has them, if it is an archive as `torch.save` writes it: a checksum of
     each part. Another file counts by its size, and one that is not there is nothing."""
-    try:
-        with ZipFile(file) as archive:
-            return [[part.filename, part.CRC] for part in archive.infolist()]
-    except BadZipFile:
-        return [file.stat().st_size]
-    except OSError:
-        return []
+    with suppress(OSError):
+        try:
+            with ZipFile(file) as archive:
+                return [[part.filename, part.CRC] for part in archive.infolist()]
+        except (BadZipFile, NotImplementedError, UnicodeDecodeError):  # no archive, or a damaged one
+            return [file.stat().st_size]
+    return []
 
 
 def digest_of(value: Any) -> str:

@@ -47,7 +47,7 @@ class RunState:
 
     @property
     def bytes(self) -> int:
-        """Size of its file; the generators' states in the facts outweigh a small LoRA."""
+        """Size of its tensors and facts: the generators' states in these outweigh a small LoRA."""
         tensors = sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
         return len(json.dumps(self.facts)) + tensors
 

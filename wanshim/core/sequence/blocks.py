@@ -136,15 +136,16 @@ def argument_names(block: nn.Module) -> tuple[str, ...]:
     """Names of its forward's arguments, in their order; of a wrapper that hands on whatever it gets, those of the
     module in it."""
     own = "forward" in vars(block)
-    names = _names_of.__wrapped__(block.forward) if own else _names_of(type(block).forward)[1:]
+    given = _parameters_of.__wrapped__(block.forward) if own else _parameters_of(type(block).forward)[1:]
     inside = _module(block, "module")
-    return names if names or inside is None else argument_names(inside)
+    if inside is not None and all(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in given):
+        return argument_names(inside)
+    return tuple(one.name for one in given)
 
 
 @lru_cache(maxsize=64)
-def _names_of(function: Callable[..., object]) -> tuple[str, ...]:
-    several = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    return tuple(name for name, one in inspect.signature(function).parameters.items() if one.kind not in several)
+def _parameters_of(called: Callable[..., object]) -> tuple[inspect.Parameter, ...]:
+    return tuple(inspect.signature(called).parameters.values())
 
 
 def _module(block: nn.Module, path: str) -> nn.Module | None:

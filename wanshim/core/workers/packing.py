@@ -172,7 +172,7 @@ class _Pickler(pickle.Pickler):
         self._device, self._modules, self._own = device, modules, own
 
     def reducer_override(self, value: Any) -> Any:
-        """Called for each object but those of Python's plain classes, and once for each."""
+        """The way in which an object is packed; pickle asks once for each that is of no plain class of Python's."""
         if type(value) is OrderedDict:  # ten in each module, for hooks
             return NotImplemented
         if id(value) in self._modules:
@@ -258,12 +258,12 @@ def _joined(
 
 
 def _tensor(number: int) -> torch.Tensor:
-    """In a pickle: that tensor of those beside it."""
+    """Placeholder in a pickle for a tensor, by its place among those beside it."""
     raise NotImplementedError
 
 
 def _held(key: int) -> nn.Module:
-    """In a pickle: the module of that key, which the other process holds."""
+    """Placeholder in a pickle for a module that the other process holds, by its key."""
     raise NotImplementedError
 
 
@@ -313,7 +313,7 @@ class _Unpickler(pickle.Unpickler):
 
     def __init__(self, data: bytes, tensors: Sequence[torch.Tensor], modules: Mapping[int, nn.Module]) -> None:
         super().__init__(io.BytesIO(data))
-        self._own = {"_tensor": tensors.__getitem__, "_held": modules.__getitem__}
+        self._given = {"_tensor": tensors.__getitem__, "_held": modules.__getitem__}
 
     def find_class(self, module: str, name: str) -> Any:
-        return self._own[name] if module == __name__ and name in self._own else super().find_class(module, name)
+        return self._given[name] if module == __name__ and name in self._given else super().find_class(module, name)

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from wanshim.core.shared.digest import digest_weights
-from wanshim.core.shared.digest_kernel import digests_again
 from wanshim.core.shared.forks import Owner
 from wanshim.core.streaming import HostCopy, bytes_when_streamed
 from wanshim.errors import WorkersFailed, WorkersInvalid
@@ -222,7 +221,9 @@ class Workers:
             if host is not None:
                 self.close()  # they may have mapped it, of which nothing will be held
             raise
-        digest = digest_weights if moved else digests_again
+        from wanshim.core.shared.digest_kernel import digests_by_kernel  # and Triton, which no worker needs for it
+
+        digest = digest_weights if moved else digests_by_kernel
         found = digest([elements(t) for t in tensors])
         offsets: dict[int, int] = {}
         if host is not None:
