@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from wanshim import settings
 from wanshim.cli.main import PATH
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from wanshim.monitor.runs import RunFolder
 
 MOST_NAMES = 20  # in an error
+_OF = {"host": "serve", "port": "serve", "output": "export"}  # options that mean nothing without another
 
 
 @click.command()
@@ -51,6 +53,10 @@ def monitor(
     from wanshim.monitor import status
     from wanshim.monitor.health import Patience
 
+    given = click.get_current_context()
+    for name, needed in _OF.items():
+        if given.get_parameter_source(name) is ParameterSource.COMMANDLINE and not given.params[needed]:
+            raise WanshimError(f"--{name} without --{needed}", expected="both, or neither")
     if not 0 < stall_medians < float("inf"):
         raise WanshimError(f"--stall-medians {stall_medians}", expected="a number above zero, such as 10")
     patience = Patience(stall_medians, checked_seconds(stall_floor, "--stall-floor"))

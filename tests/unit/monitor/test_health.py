@@ -230,6 +230,8 @@ def test_monitor_without_a_terminal_prints_once(tmp_path: Path) -> None:
         [".", "--export", "xml"],
         [".", "--export", ""],
         [".", "--serve", "--check"],  # would never end
+        [".", "--port", "7011"],
+        [".", "--check", "--output", "there"],
         [".", "--serve", "--json"],
         [".", "--serve", "--export", "csv"],
         [".", "--check", "--stall-medians", "nan"],
