@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from wanshim import hand_over
 from wanshim.adapters.diffsynth import checkpoint_offload, encode_cache, kept_attention, kept_blocks, resume
 from wanshim.adapters.diffsynth.splitting import low_precision, refusals, side_models
 from wanshim.adapters.diffsynth.splitting.facts import ForwardWatch, read_facts
@@ -295,11 +294,7 @@ def _is_planned(call: TrainingCall, read: Settings, seam: SeamState) -> bool:
         return True
     if named is not None or read.base is not None:
         variable, value = ("WANSHIM_PLAN", named) if named is not None else ("WANSHIM_BASE", read.base)
-        written = hand_over.as_written(variable)
-        given = f"{variable}={value}" if written == variable else written
-        raise FeatureUnavailable(
-            f"{given} cannot train this model: {reason}", hint=f"Leave out {written}, or change that"
-        )
+        raise refusals.cannot_train(variable, value, reason)
     if trains_on_one_device(read):
         seam.fall_back(f"not planned: {reason}")
     else:

@@ -17,6 +17,7 @@ from wanshim.adapters.diffsynth.splitting.family import Family, class_of
 from wanshim.adapters.diffsynth.splitting.job import WORDS
 from wanshim.adapters.diffsynth.splitting.refusals import (
     FAMILIES,
+    cannot_train,
     family_of,
     heads_refusal,
     not_sharded,
@@ -140,7 +141,7 @@ def _check_sharded(config: Mapping[str, Any], family: Family, read: Settings) ->
     else:
         reason = heads_refusal(heads, read) if heads is not None else None
     if reason is not None:
-        raise FeatureUnavailable(f"{read.sources['plan']}=sequence cannot train this model: {reason}")
+        raise cannot_train("WANSHIM_PLAN", read.plan_name, reason)
 
 
 def _check_weights(

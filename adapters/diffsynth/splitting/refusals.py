@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from wanshim import hand_over
 from wanshim.adapters.diffsynth import fp8_lora, vram
 from wanshim.adapters.diffsynth.splitting import flux2, low_precision, minimax_h3, wan
 from wanshim.adapters.diffsynth.splitting.family import Family, class_of, part_of
@@ -38,6 +39,13 @@ def dit_blocks(dit: torch.nn.Module) -> list[torch.nn.Module]:
     family = family_of(dit)
     assert family is not None  # or it had been refused
     return [block for path in family.blocks for block in dit.get_submodule(path)]
+
+
+def cannot_train(variable: str, value: str | None, reason: str) -> FeatureUnavailable:
+    """The refusal of a job that cannot be trained as a variable asks, by the option that set it where one did."""
+    written = hand_over.as_written(variable)
+    given = f"{variable}={value}" if written == variable else written
+    return FeatureUnavailable(f"{given} cannot train this model: {reason}", hint=f"Leave out {written}, or change that")
 
 
 def why_left_out(dit: object, left_out: Mapping[str, str]) -> str | None:

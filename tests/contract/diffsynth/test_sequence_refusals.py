@@ -21,6 +21,7 @@ from tests.contract.diffsynth.training import FEATURE, Logger, Samples, Training
 from wanshim.core.model_split import split_of
 from wanshim.core.sequence import sequence_of
 from wanshim.errors import FeatureUnavailable, PlacementInvalid
+from wanshim.hand_over import RUN_OPTIONS
 
 
 @pytest.fixture(autouse=True)
@@ -100,6 +101,17 @@ def test_more_ranks_than_heads_are_refused_before_the_model_is_loaded_with_what_
     config = {"model_class": "diffsynth.models.wan_video_dit.WanModel", "extra_kwargs": {"num_heads": 2}}
     pool = ModelPool()
     with pytest.raises(FeatureUnavailable, match=f"WANSHIM_PLAN=sequence cannot train this model: .*{way}"):
+        pool.load_model_file(config, "no such file", pool.default_vram_config())
+
+
+def test_model_that_is_refused_before_it_is_loaded_is_refused_by_the_option_that_chose_the_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(RUN_OPTIONS, "--gpus 2\tWANSHIM_PLAN=sequence")
+    monkeypatch.setenv("WANSHIM_PLAN", "sequence")
+    wanshim.activate(f"none,{FEATURE}")
+    pool, config = ModelPool(), {"model_class": "diffsynth.models.flux2_dit.Flux2DiT"}
+    with pytest.raises(FeatureUnavailable, match=r"^--gpus 2 cannot train this model: Flux2DiT: .* Leave out --gpus 2"):
         pool.load_model_file(config, "no such file", pool.default_vram_config())
 
 
