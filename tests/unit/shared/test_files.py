@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked_child import in_forked_child
 from wanshim.core.shared.files import Lock, OwnFolder, remove_abandoned, temporary_folder
 
 
@@ -38,6 +39,28 @@ def test_lock_ends_with_its_process_while_a_forked_child_lives(tmp_path: Path) -
         os.waitpid(child, 0)
         assert isinstance(again, Lock)
         again.close()
+
+
+def test_child_forked_while_a_lock_is_closed_keeps_the_file_that_has_its_number_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread closes the lock while another starts a program with pipes."""
+    with OwnFolder(tmp_path) as folder:
+        held = folder.claim("lock")
+    assert isinstance(held, Lock)
+    number, seen = held.file, []
+
+    def close(file: int) -> None:
+        monkeypatch.undo()
+        os.close(file)
+        with Path(os.devnull).open("rb") as another:
+            os.dup2(another.fileno(), number)
+        seen.append(in_forked_child(lambda: os.fstat(number).st_nlink))
+
+    monkeypatch.setattr(os, "close", close)
+    held.close()
+    os.close(number)
+    assert seen == ["1"]
 
 
 def test_lock_whose_file_was_removed_meanwhile_is_taken_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,9 +188,10 @@ class Lock:
 
     def close(self) -> None:
         """Close the file, which gives the lock back."""
-        if self.file >= 0:
-            os.close(self.file)
-            self.file, self.is_held = -1, False
+        # First: a child that is forked once the file is closed would close the next one that has its number.
+        file, self.file, self.is_held = self.file, -1, False
+        if file >= 0:
+            os.close(file)
 
     def _call(self, operation: int) -> bool | None:
         try:
