@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from writers.markdown import table
@@ -114,42 +114,35 @@ def fast_table() -> str:
 
 def script_table() -> str:
     """A user's script of three calls, alone and by its command lines with wanshim."""
-    lines = []
-    for found in map(result, SCRIPTS):
-        alone: dict[str, Any] = {}
-        for row in found["rows"]:
-            if row["command"].startswith("python"):  # what follows is compared with it
-                alone = row
-            first, second, other = row["calls"]
-            ratio = alone["calls"][1]["seconds"] / second["seconds"]
-            cells = (
-                f"{first['seconds']:.1f}",
-                f"{second['seconds']:.1f}",
-                f"{ratio:.2f}x",
-                f"{other['seconds']:.1f}",
-                _frames(row, alone),
-                commit_of(found),
-            )
-            lines.append((f"`{row['command'].replace('benchmarks/generate_script.py', '...')}`", *cells))
+    lines = [
+        (*cells, _frames(row, alone), commit_of(found))
+        for found in map(result, SCRIPTS)
+        for row, alone, cells in _script_rows(found)
+    ]
     heads = "command | first call | second call | of the script alone | third call, 272x480x33 | frames | commit"
     return table(heads, lines, _where(SCRIPTS, " Seconds with the decode."))
 
 
 def small_table() -> str:
     """A user's script with a small model, alone and with wanshim on one GPU."""
-    found = result(SMALL)
-    lines = []
-    alone: dict[str, Any] = {}
-    for row in found["rows"]:
-        if row["command"].startswith("python"):
-            alone = row
-        first, second, other = row["calls"]
-        ratio = alone["calls"][1]["seconds"] / second["seconds"]
-        seconds = f"{first['seconds']:.1f}", f"{second['seconds']:.1f}", f"{ratio:.2f}x", f"{other['seconds']:.1f}"
-        command = row["command"].replace("benchmarks/generate_script.py", "...")
-        lines.append((f"`{command}`", *seconds, f"{second['peak_GiB']:.1f}", _frames(row, alone)))
+    lines = [
+        (*cells, f"{row['calls'][1]['peak_GiB']:.1f}", _frames(row, alone))
+        for row, alone, cells in _script_rows(result(SMALL))
+    ]
     heads = "command | first call | second call | of one not offloaded | third call | GiB in the second | frames"
     return table(heads, lines, _where((SMALL,), " Seconds with the decode."))
+
+
+def _script_rows(found: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]]:
+    """Each row of a script's record, that of the script alone before it, and the cells of its command and calls."""
+    alone: dict[str, Any] = {}
+    for row in found["rows"]:
+        if row["command"].startswith("python"):  # what follows is compared with it
+            alone = row
+        first, second, other = (call["seconds"] for call in row["calls"])
+        command = row["command"].replace("benchmarks/generate_script.py", "...")
+        ratio = alone["calls"][1]["seconds"] / second
+        yield row, alone, (f"`{command}`", f"{first:.1f}", f"{second:.1f}", f"{ratio:.2f}x", f"{other:.1f}")
 
 
 def offload_table(name: str) -> str:
