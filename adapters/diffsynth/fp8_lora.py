@@ -29,8 +29,11 @@ COPY_BLOCK = f"{LAYERS}:AutoWrappedNonRecurseModule._copy_with_shared_children"
 
 def training_in(module: torch.nn.Module) -> list[Any]:
     """The modules within `module` that hold parameters set to be trained."""
-    below = (m for m in module.modules() if m is not module)
-    return [m for m in below if any(parameter.requires_grad for parameter in m.parameters(recurse=False))]
+    return [m for m in module.modules() if m is not module and _trains(m)]
+
+
+def _trains(module: torch.nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters(recurse=False))
 
 
 def cast_sharing_what_trains(module: torch.nn.Module, dtype: torch.dtype, device: torch.device | str) -> Any:
@@ -75,7 +78,7 @@ def shared_in_copy(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 def _has_nothing_to_cast(module: torch.nn.Module) -> bool:
     from wanshim.adapters.diffsynth.vram import is_wrapper
 
-    if is_wrapper(module) or any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+    if is_wrapper(module) or _trains(module):
         return True  # it casts its own weights, or trains
     own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     return not own and all(map(_has_nothing_to_cast, module.children()))

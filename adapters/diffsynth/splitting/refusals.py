@@ -212,11 +212,10 @@ def _why_copied(pipe: Any, family: Family) -> str | None:
             continue
         own = block.module
         is_whole = type(block).__name__ == "AutoWrappedModule"  # all in it is cast
-        shared = set() if is_whole else {id(module) for module in fp8_lora.shared_in_copy(own)}
+        shared = () if is_whole else fp8_lora.shared_in_copy(own)
+        in_no_copy = {id(module) for outermost in shared for module in outermost.modules()}
         for path in inside:
-            names = path.split(".")
-            ways = (own.get_submodule(".".join(names[: n + 1])) for n in range(len(names)))
-            if not any(id(module) in shared for module in ways):
+            if id(own.get_submodule(path)) not in in_no_copy:
                 return (
                     f"--fp8_models and --offload_models copy {path} of each {type(own).__name__} in every forward, "
                     "and ranks exchange tokens inside it"
