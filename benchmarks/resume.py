@@ -112,7 +112,8 @@ def train(args: argparse.Namespace) -> None:
     row = wanshim.report().row("diffsynth.resume")
     found = {
         "status": status,
-        "first_step_s": clock.ends[1] - begin,
+        # A resumed run's clock has the ends of the first run's steps, too: a state keeps a logger's attributes.
+        "first_step_s": next(end for end in clock.ends if end > begin) - begin,
         "ends": clock.ends,
         "copies": saves.copies,
         "writes": saves.writes,
