@@ -38,13 +38,23 @@ def computing_device(pipe: Any, models: dict[str, Any]) -> torch.device | None:
 
 def replaceable(pipe: Any, models: dict[str, Any]) -> Offload | None:
     """The management, in place of which this process can stream the models; None: their weights are all on the GPU."""
+    import torch
+
     from wanshim.core.generation import Offload
 
     found = [each for model in models.values() for each in wrappers(model)]
     if not found or any(str(each.onload_device) not in ("cpu", _DISK) for each in found):
         return None
     from_files = any(getattr(each, "disk_offload", False) for each in found)
-    return Offload(before=_before, ends=((pipe, "load_models_to_device"),), keeps=not from_files)
+    limits = {id(model): _limit(model) for model in models.values()}  # while a model is streamed it has no wrappers
+
+    def may_keep(model: Any, added: int) -> bool:
+        limit = limits.get(id(model))
+        free, total = torch.cuda.mem_get_info(found[0].computation_device)
+        return limit is not None and (total - free + added) / 2**30 < limit
+
+    ends = ((pipe, "load_models_to_device"),)
+    return Offload(before=_before, ends=ends, keeps=not from_files, may_keep=may_keep)
 
 
 def why_not_carried(model: Any) -> str:
@@ -76,6 +86,14 @@ def without_management(model: Any) -> Iterator[None]:
                     parent._modules[name] = _inside(child)
                     undo.add(partial(parent._modules.__setitem__, name, child))
         yield
+
+
+def _limit(model: Any) -> float | None:
+    """GiB of its device that may be in use while layers of a model are prepared there, where they then stay."""
+    layers = wrappers(model)
+    if not layers or any(str(each.preparing_device) != str(each.computation_device) for each in layers):
+        return None
+    return min((each.vram_limit for each in layers if each.vram_limit is not None), default=float("inf"))
 
 
 def _before(model: Any) -> Callable[[Sequence[torch.Tensor]], None] | None:

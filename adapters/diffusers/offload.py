@@ -51,7 +51,14 @@ def replaceable(pipe: Any, models: dict[str, Any]) -> Offload | None:
     if any(is_compiled(model) or any(map(_others, model.modules())) for model in models.values()):
         return None
     owners = (pipe, "maybe_free_model_hooks"), (getattr(pipe, "vae", None), "decode")
-    return Offload(before=_before, ends=tuple((owner, name) for owner, name in owners if hasattr(owner, name)))
+    ends = tuple((owner, name) for owner, name in owners if hasattr(owner, name))
+    # By `enable_model_cpu_offload`. While a model is streamed it has no hooks.
+    whole = [each for each in models.values() if any(type(h).__name__ == "CpuOffload" for h in _of_accelerate(each))]
+
+    def may_keep(model: Any, added: int) -> bool:
+        return any(model is each for each in whole)
+
+    return Offload(before=_before, ends=ends, may_keep=may_keep)
 
 
 def _before(model: Any) -> Callable[[Sequence[torch.Tensor]], None]:

@@ -16,6 +16,7 @@ from packaging.version import Version
 import wanshim
 from tests.contract import scripts
 from tests.contract.diffsynth import vram_management, wan_pipelines
+from wanshim.adapters.diffsynth import vram
 from wanshim.core.streaming import HostCopy
 from wanshim.errors import ModelInvalid
 
@@ -53,6 +54,29 @@ def test_frames_are_those_of_the_script_and_its_management_goes_on(
     assert {weight.device.type for name, weight in pipe.dit.named_parameters() if "q.weight" in name} == places
     handle.remove()
     assert torch.equal(wan_pipelines.generate(pipe, kind), expected)
+
+
+@pytest.mark.parametrize(
+    ("limit", "changed", "stays"),
+    [(None, {}, True), (3.0, {}, True), (2.0, {}, False), (None, {"preparing_device": "disk"}, False)],
+)
+def test_short_forwards_keep_what_the_management_itself_would_keep(
+    limit: float | None,
+    changed: dict[str, Any],
+    stays: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It prepares layers on the GPU up to its limit. The numbers are those of a GPU, which is not there."""
+    pipe = vram_management.manage(wan_pipelines.MADE["pair"](), "host", tmp_path, **changed)
+    for wrapper in vram.wrappers(pipe.dit):
+        wrapper.vram_limit = limit
+    offload = vram.replaceable(pipe, {"dit": pipe.dit})
+    assert offload is not None
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7 * 2**30, 8 * 2**30))
+    with vram.without_management(pipe.dit):
+        assert offload.may_keep(pipe.dit, 3 * 2**29) is stays
+        assert not offload.may_keep(torch.nn.Linear(1, 1), 0)
 
 
 def test_models_of_one_forward_come_to_host_memory_once_a_step(

@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.contract import scripts
 from tests.contract.diffusers import offloading, wan_pipelines
 from wanshim.core.generation import host_streams, shared_pipeline
 from wanshim.core.generation.host_streams import host_copy
+from wanshim.core.streaming import ring
 from wanshim.core.workers import Workers
 from wanshim.errors import ModelInvalid
 from wanshim.pipelines import PipelineHandle
@@ -59,6 +61,27 @@ def alone(request: pytest.FixtureRequest) -> Callable[[Any], PipelineHandle]:
         return handle
 
     return stream
+
+
+@pytest.mark.parametrize("way", ["model", "block"])
+def test_short_forwards_keep_what_the_offload_itself_would_keep(
+    way: str, alone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`enable_model_cpu_offload` has a whole model on the GPU while it computes, group offload never. The CPU stands in
+    for a GPU whose forwards wait for weights, and which has room."""
+    pipe = wan_pipelines.wan()
+    pipe.register_modules(transformer=wan_pipelines._dit(num_layers=4))
+    expected = wan_pipelines.generate(pipe, "wan")
+    offloading.WAYS[way](pipe)
+    handle = alone(pipe)
+    monkeypatch.setattr(ring, "_waits_of", lambda device: SimpleNamespace(begin_forward=lambda: 1.0))
+    monkeypatch.setattr(shared_pipeline, "free_bytes", lambda device: 2**30)
+    assert torch.equal(wan_pipelines.generate(pipe, "wan"), expected)
+    assert handle.plan.keeps_streamed is (way == "model")
+    assert ("they stay, since forwards waited for them" in str(handle.plan)) is (way == "model")
+    monkeypatch.setattr(shared_pipeline, "free_bytes", lambda device: 2**10)
+    assert torch.equal(wan_pipelines.generate(pipe, "wan"), expected)
+    assert not handle.plan.keeps_streamed
 
 
 @pytest.mark.parametrize("way", ["model", "block"])

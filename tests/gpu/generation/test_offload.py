@@ -48,6 +48,25 @@ def test_one_gpu_streams_in_place_of_the_offload(way: str, request: pytest.Fixtu
     assert check_frames(way, "wan22", partial(wanshim.parallelize_pipeline, gpus=1), request).replaces_offload
 
 
+@pytest.mark.parametrize(("way", "stays"), [("model", True), ("block", False)])
+def test_forwards_that_wait_for_their_weights_keep_them_as_the_offload_does(
+    way: str, stays: bool, request: pytest.FixtureRequest
+) -> None:
+    """Wide blocks with few tokens take longer to come than to compute."""
+    pytest.importorskip("diffusers")
+    torch.manual_seed(0)
+    pipe = wan_pipelines.wan()
+    pipe.register_modules(transformer=wan_pipelines._dit(num_layers=6, ffn_dim=2**18))
+    offloading.WAYS[way](pipe)
+    expected = [generate(pipe, "wan", num_inference_steps=steps) for steps in (2, 40)]
+    handle = wanshim.parallelize_pipeline(pipe, gpus=1)
+    request.addfinalizer(handle.remove)
+    assert torch.equal(generate(pipe, "wan", num_inference_steps=2), expected[0])
+    assert torch.equal(generate(pipe, "wan", num_inference_steps=40), expected[1])
+    assert handle.plan is not None
+    assert handle.plan.keeps_streamed is stays
+
+
 def test_worker_without_room_streams_from_call_to_call(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:

@@ -18,10 +18,11 @@ from torch import nn
 from tests.unit.streaming.model import Model, data
 from wanshim.core.generation.host_streams import host_copy, wait_for
 from wanshim.core.shared.host_memory import PAGE, unnamed_file
-from wanshim.core.streaming import HostCopy, bytes_when_streamed, compute_from
+from wanshim.core.streaming import HostCopy, bytes_when_streamed, compute_from, ring
 from wanshim.core.streaming import host_copy as host_copy_module
 from wanshim.core.streaming.block_weights import bounds_of
 from wanshim.core.streaming.host_copy import _file_sizes
+from wanshim.core.streaming.ring import Ring
 from wanshim.errors import HostMemoryInvalid, PlacementInvalid
 
 CPU = torch.device("cpu")
@@ -127,6 +128,52 @@ def test_a_forked_process_has_no_memory_of_one_process() -> None:
         os._exit(lines())
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert not copy.descriptors
+
+
+class Waiting:
+    """In place of the events of CUDA, which the CPU has not: each forward waited so long for weights."""
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+
+    def begin_forward(self) -> float:
+        return self.share
+
+
+@pytest.mark.parametrize(("share", "has_room", "stays"), [(0.5, True, True), (0.5, False, False), (0.02, True, False)])
+def test_blocks_stay_if_forwards_wait_for_them_and_there_is_room(
+    share: float, has_room: bool, stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rings: list[Ring] = []
+    monkeypatch.setattr(ring, "_waits_of", lambda device: Waiting(share))
+    monkeypatch.setattr(host_copy_module, "Ring", lambda *given: rings.append(Ring(*given)) or rings[0])
+    model, asked = made(), list[int]()
+    expected, blocks = outputs(model), len(model.blocks)
+    copy = HostCopy.of(model, shared=False)
+    copy.wait()
+    attached = compute_from(copy, model, CPU, lambda added: bool(asked.append(added)) or has_room)
+    found = outputs(model)
+    before = rings[0].count.loads
+    assert all(map(torch.equal, [*found, *outputs(model)], [*expected, *expected]))
+    assert asked == [(blocks - 2) * max(layout.num_bytes for layout in rings[0].blocks)] * (share > 0.05)
+    assert (rings[0].count.loads == before == blocks) is stays
+    attached.remove()
+    assert all(map(torch.equal, outputs(model), expected))
+    assert all(copy.offset(p) is not None for p in model.blocks.parameters())
+
+
+def test_a_forward_is_not_timed_before_all_pages_are_locked() -> None:
+    """Any forward would wait meanwhile."""
+    copy = HostCopy.of(made(), shared=False)
+    copy.wait()
+    assert copy.is_settled
+    go_on = threading.Event()
+    copy._locking = threading.Thread(target=go_on.wait, args=(60,))
+    copy._locking.start()
+    assert not copy.is_settled
+    go_on.set()
+    copy._locking.join()
+    assert copy.is_settled
 
 
 def slowly(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[Any]]:

@@ -70,6 +70,7 @@ class OwnStreams:
         device: on which they compute.
         without_replacements: a context in which the script's objects have nothing of this call.
         placed: what is replaced, for that context: the last of each entry is what the script has there.
+        may_keep: of a model, as of `Ring`.
     """
 
     def __init__(
@@ -78,8 +79,10 @@ class OwnStreams:
         device: torch.device,
         without_replacements: Callable[[], AbstractContextManager[object]],
         placed: list[tuple[Any, str, Any, dict[str, Any]]],
+        may_keep: Callable[[nn.Module, int], bool],
     ) -> None:
         self._binding, self._device, self._placed = binding, device, placed
+        self._may_keep = may_keep
         self._without_replacements = without_replacements
         self._attached = Undo()
         self._models: list[nn.Module] = []
@@ -172,7 +175,7 @@ class OwnStreams:
 
     def _attach(self, module: nn.Module, copy: HostCopy | None) -> None:
         with self._without_replacements():
-            streams = compute_from(copy, module, self._device)
+            streams = compute_from(copy, module, self._device, partial(self._may_keep, module))
             self._attached.add(streams.remove)
             self._attached.set(module, {"_apply": self._ending(module)})
 

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from wanshim.core.decoding import VaeFallback, find_binding
 from wanshim.core.sequence import SequenceGroup
 from wanshim.core.shared.fallback import cause_of, or_framework
-from wanshim.core.shared.gpu_memory import available_bytes
+from wanshim.core.shared.gpu_memory import available_bytes, free_bytes
 from wanshim.core.shared.recent import Recent
 from wanshim.core.shared.weight_bytes import num_bytes
 from wanshim.core.strategy.block_trace import trace_forward
@@ -51,6 +51,7 @@ logger = logging.getLogger("wanshim.generation")
 T = TypeVar("T")
 DEADLINE_SECONDS = 300.0
 CONTEXT_BYTES = 2**30  # of CUDA and NCCL, in a process that has not begun
+_SPARE = 1 / 8  # of what a forward needs, for what is not predicted
 NO_GUIDANCE = "the guidance scale switches guidance off: a step has one forward"
 _STATE = "__getstate__"
 # Bytes that a forward needs beside its models, by its first model and the sizes of its arguments.
@@ -258,7 +259,8 @@ class _Call:
         self._waiting: tuple[Forward, Any, list[RemoteCall], Any] | None = None
         self.is_busy = False  # a worker computes a forward whose result nobody has
         self._has_ended = False
-        self._streams = OwnStreams(binding, devices[0], self._without_replacements, self._placed)
+        self._streams = OwnStreams(binding, devices[0], self._without_replacements, self._placed, self._may_keep)
+        self._working: int | None = None  # bytes of a forward beside the models
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
@@ -410,6 +412,20 @@ class _Call:
             return own
         self._shared.has_streamed = True
         return compute
+
+    def _may_keep(self, module: nn.Module, added: int) -> bool:
+        """Whether a model may have so many bytes more of this process's device: the script's offload lets it, and the
+        forward has room beside them."""
+        assert self._plan is not None
+        assert self._binding.offload is not None
+        device, free = str(self._devices[0]), free_bytes(self._devices[0])
+        needed = None if self._working is None else round(self._working * (1 + _SPARE))
+        if free is None or needed is None or needed + added > free or not self._binding.offload.may_keep(module, added):
+            return False
+        peaks = {name: peak + (name == device) * added for name, peak in self._plan.peaks.items()}
+        self._plan = replace(self._plan, keeps_streamed=True, peaks=peaks)
+        self._shared.planned(self._plan)
+        return True
 
     def _share_vae(self, vae: Any, verb: str, undo: Undo) -> None:
         """Let the processes of the plan decode or encode together."""
@@ -708,7 +724,7 @@ class _Call:
     def _decide(self, forward: Forward, args: Any, kwargs: Any) -> GenerationPlan:
         with self._bare():
             weights = sum(map(num_bytes, self._binding.copied))
-            working = self._shared.working_bytes(forward, *forward.as_sent(args, kwargs))
+            self._working = self._shared.working_bytes(forward, *forward.as_sent(args, kwargs))
         job = GenerationJob(
             pipeline=self._binding.name,
             devices=tuple(map(str, self._devices)),
@@ -719,7 +735,7 @@ class _Call:
             why_one="one GPU was asked for" if self._shared.request.asks_for_one else "one GPU is in sight",
             weights=weights,
             is_offloaded=self._binding.device is not None,
-            working=working,
+            working=self._working,
             fast_forwards=self._shared.request.fast_forwards,
             fast_vae=self._shared.request.fast_vae,
         )

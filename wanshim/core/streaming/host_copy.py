@@ -35,7 +35,7 @@ from wanshim.core.shared.host_memory import (
 from wanshim.core.shared.weight_bytes import num_bytes, stored_bytes, tensors
 from wanshim.core.streaming.block_weights import BlockWeights, Weight, bounds_of, owners, room, strides, used_once
 from wanshim.core.streaming.plan import SLOTS
-from wanshim.core.streaming.ring import Ring
+from wanshim.core.streaming.ring import MayKeep, Ring
 from wanshim.errors import HostMemoryInvalid, PlacementInvalid
 from wanshim.undo import Undo
 
@@ -257,6 +257,11 @@ class HostCopy:
         return found if elsewhere <= _ELSEWHERE * self.memory.numel() else None
 
     @property
+    def is_settled(self) -> bool:
+        """Whether all weights have come, and no page is being locked."""
+        return all(map(self.has, range(len(self.bounds)))) and not (self._locking and self._locking.is_alive())
+
+    @property
     def parts(self) -> list[int]:
         """The bounds between blocks, at which locking pages begins anew: no copy crosses one."""
         return [begin for begin, _ in self.bounds[1:]]
@@ -292,11 +297,14 @@ def _state_bytes(bounds: Sequence[tuple[int, int]]) -> int:
     return -(-len(bounds) // PAGE) * PAGE
 
 
-def compute_from(copy: HostCopy | None, model: nn.Module, device: torch.device) -> Undo:
+def compute_from(
+    copy: HostCopy | None, model: nn.Module, device: torch.device, may_keep: MayKeep | None = None
+) -> Undo:
     """Let the model compute on `device` with its blocks' weights coming from the copy ahead of use.
 
     Args:
         copy: None: all of the model comes to the device.
+        may_keep: as of `Ring`.
 
     Returns:
         An Undo, whose `remove` gives each tensor back the memory that it had.
@@ -322,7 +330,7 @@ def compute_from(copy: HostCopy | None, model: nn.Module, device: torch.device) 
                 for at, layout in enumerate(layouts):
                     undo.add(partial(_to_rest, copy, at, layout))
                 copy.lock(device)
-                Ring(layouts, copy, device, SLOTS).attach(find_blocks(model)[1], undo)
+                Ring(layouts, copy, device, SLOTS, may_keep).attach(find_blocks(model)[1], undo)
     except BaseException:
         undo.remove()
         raise

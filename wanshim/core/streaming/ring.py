@@ -3,11 +3,14 @@
 Method: a ring of device buffers filled from page-locked memory, as block swap in kohya-ss/musubi-tuner does
 (its PR 972 streams one way only, since frozen weights need no way back); here the host's copy is one for
 all ranks, and a checkpoint's recomputation is what turns the direction round.
+
+A forward may be so short that the device waits for its weights. Where there is memory, they then stay.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -32,6 +35,10 @@ class StreamCount:
     late: int = 0
 
 
+WAITED = 0.05  # of a forward, from which on more slots are worth their memory
+MayKeep = Callable[[int], bool]
+
+
 @dataclass(eq=False)
 class Slot:
     memory: torch.Tensor
@@ -39,17 +46,66 @@ class Slot:
     ready: torch.cuda.Event | None = None
 
 
-class Ring:
-    """Blocks by their index among the streamed ones. Used by one thread at a time."""
+class Waits:
+    """The share of a forward in which a CUDA device waited for weights. It computes behind the program, so a forward is
+    read some time after it was issued; those in between are not timed."""
 
-    def __init__(self, blocks: Sequence[BlockWeights], host: HostCopy, device: torch.device, slots: int) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: list[torch.cuda.Event] = []  # the begin, before and behind each wait, and the end
+        self._is_whole = False
+
+    def begin_forward(self) -> float:
+        """The share of the forward that was timed, once it has ended, and the next one is timed; else 0."""
+        if not self._is_whole:
+            self._is_whole = bool(self._events)
+            self._note()
+        if not (self._is_whole and self._events[-1].query()):
+            return 0.0
+        begin, *pairs, end = self._events
+        waited = sum(before.elapsed_time(behind) for before, behind in zip(pairs[::2], pairs[1::2], strict=True))
+        self._events, self._is_whole = [], False
+        self._note()
+        return waited / max(begin.elapsed_time(end), 1e-3)
+
+    def wait(self, ready: torch.cuda.Event) -> None:
+        """Have what is issued next wait for weights."""
+        is_timed = bool(self._events) and not self._is_whole
+        if is_timed:
+            self._note()
+        torch.cuda.current_stream(self._device).wait_event(ready)
+        if is_timed:
+            self._note()
+
+    def _note(self) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        self._events.append(event)
+
+
+class Ring:
+    """Blocks by their index among the streamed ones. Used by one thread at a time.
+
+    Args:
+        may_keep: whether so many bytes more of the device may have slots, asked once, if forwards wait for weights.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[BlockWeights],
+        host: HostCopy,
+        device: torch.device,
+        slots: int,
+        may_keep: MayKeep | None = None,
+    ) -> None:
         self.blocks = blocks
         self.host = host
         self.device = device
         self.count = StreamCount()
         self.timed: list[tuple[torch.cuda.Event, torch.cuda.Event, int]] | None = None  # of each copy, when set
         size = max(block.num_bytes for block in blocks)
-        self.slots = [Slot(torch.empty(size, dtype=torch.uint8, device=device)) for _ in range(slots)]
+        self.slots = self._made(slots, size)
+        self._may_keep, self._waits = may_keep, None if may_keep is None else _waits_of(device)
         self._loads = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._compute: torch.cuda.Stream | None = None
         self._task = -1
@@ -77,13 +133,16 @@ class Ring:
         backward = task != -1
         self._check_order(index, task)
         self._follow()
+        if index == 0:
+            self._keep_if_waited()
         slot = self._holding(index)
         if slot is None:
             slot = self._victim(index, index)
             self._load(slot, index)
             self.count.late += 1
         if slot.ready is not None:
-            torch.cuda.current_stream(self.device).wait_event(slot.ready)
+            stream = torch.cuda.current_stream(self.device)
+            (stream.wait_event if self._waits is None else self._waits.wait)(slot.ready)
         self.blocks[index].bind(slot.memory)
         self._prefetch(self._next(index, backward), index)
 
@@ -93,6 +152,22 @@ class Ring:
             block.wait()
         for slot in self.slots:
             slot.index = None
+
+    def _keep_if_waited(self) -> None:
+        """Give each block a slot of its own if forwards wait for weights and the device has the memory."""
+        # Until all weights have come, and their pages are locked, any forward waits.
+        if self._waits is None or not self.host.is_settled:
+            return
+        if self._waits.begin_forward() <= WAITED:
+            return
+        size, added = self.slots[0].memory.numel(), len(self.blocks) - len(self.slots)
+        may_keep, self._may_keep, self._waits = self._may_keep, None, None
+        with suppress(torch.OutOfMemoryError):
+            if added > 0 and may_keep is not None and may_keep(added * size):
+                self.slots += self._made(added, size)
+
+    def _made(self, count: int, size: int) -> list[Slot]:
+        return [Slot(torch.empty(size, dtype=torch.uint8, device=self.device)) for _ in range(count)]
 
     def _next(self, index: int, backward: bool) -> int:
         if backward:
@@ -170,6 +245,10 @@ class Ring:
                 hint="Checkpoint blocks singly",
             )
         self._task, self._lowest = task, index if task != -1 else len(self.blocks)
+
+
+def _waits_of(device: torch.device) -> Waits | None:
+    return Waits(device) if device.type == "cuda" else None
 
 
 def _after(first: Callable[[], None], call: Callable[..., Any]) -> Callable[..., Any]:
