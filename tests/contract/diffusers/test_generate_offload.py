@@ -69,19 +69,25 @@ def test_short_forwards_keep_what_the_offload_itself_would_keep(
 ) -> None:
     """`enable_model_cpu_offload` has a whole model on the GPU while it computes, group offload never. The CPU stands in
     for a GPU whose forwards wait for weights, and which has room."""
-    pipe = wan_pipelines.wan()
-    pipe.register_modules(transformer=wan_pipelines._dit(num_layers=4))
-    expected = wan_pipelines.generate(pipe, "wan")
+    pipe = wan_pipelines.wan22()
+    for name in ("transformer", "transformer_2"):
+        pipe.register_modules(**{name: wan_pipelines._dit(num_layers=4)})
+    expected = wan_pipelines.generate(pipe, "wan22")
     offloading.WAYS[way](pipe)
     handle = alone(pipe)
     monkeypatch.setattr(ring, "_waits_of", lambda device: SimpleNamespace(begin_forward=lambda: 1.0))
     monkeypatch.setattr(shared_pipeline, "free_bytes", lambda device: 2**30)
-    assert torch.equal(wan_pipelines.generate(pipe, "wan"), expected)
-    assert handle.plan.keeps_streamed is (way == "model")
-    assert ("they stay, since forwards waited for them" in str(handle.plan)) is (way == "model")
+    assert torch.equal(wan_pipelines.generate(pipe, "wan22"), expected)
+    kept = handle.plan
+    assert kept.keeps_streamed is (way == "model")
+    assert ("they stay, since forwards waited for them" in str(kept)) is (way == "model")
     monkeypatch.setattr(shared_pipeline, "free_bytes", lambda device: 2**10)
-    assert torch.equal(wan_pipelines.generate(pipe, "wan"), expected)
+    assert torch.equal(wan_pipelines.generate(pipe, "wan22"), expected)
     assert not handle.plan.keeps_streamed
+    # One expert at a time: two of its four blocks stay beside those that take turns.
+    block = sum(weight.nbytes for weight in pipe.transformer.blocks[0].parameters())
+    added = kept.peaks["cpu"] - handle.plan.peaks["cpu"]
+    assert 2 * block <= added < 2.2 * block + 2**15 if way == "model" else added == 0
 
 
 @pytest.mark.parametrize("way", ["model", "block"])

@@ -85,7 +85,7 @@ class OwnStreams:
         self._may_keep = may_keep
         self._without_replacements = without_replacements
         self._attached = Undo()
-        self._models: list[nn.Module] = []
+        self.models: list[nn.Module] = []  # of the forward now
         self._brought: list[tuple[nn.Module, HostCopy | None]] = []
         self._are_streamed = False
 
@@ -102,9 +102,9 @@ class OwnStreams:
         Raises:
             PlacementInvalid, HostMemoryInvalid: as `host_copy`.
         """
-        if [*map(id, models)] != [*map(id, self._models)]:
+        if [*map(id, models)] != [*map(id, self.models)]:
             self.end()
-            self._models = models
+            self.models = models
             for module in models:
                 self._bring(module, shared)
         return self._brought
@@ -140,7 +140,7 @@ class OwnStreams:
 
     def end(self) -> None:
         """Give the models back to the script's offload. Safe to call twice."""
-        models, self._models = self._models, []
+        models, self.models = self.models, []
         self._brought, self._are_streamed = [], False
         try:
             if models:

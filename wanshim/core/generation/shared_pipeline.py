@@ -261,6 +261,8 @@ class _Call:
         self._has_ended = False
         self._streams = OwnStreams(binding, devices[0], self._without_replacements, self._placed, self._may_keep)
         self._working: int | None = None  # bytes of a forward beside the models
+        self._kept: dict[int, int] = {}  # by ids of models, bytes that stay of them beside their turns
+        self._most_kept = 0  # of models that compute together
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
@@ -422,7 +424,11 @@ class _Call:
         needed = None if self._working is None else round(self._working * (1 + _SPARE))
         if free is None or needed is None or needed + added > free or not self._binding.offload.may_keep(module, added):
             return False
-        peaks = {name: peak + (name == device) * added for name, peak in self._plan.peaks.items()}
+        self._kept[id(module)] = added
+        together = sum(self._kept.get(id(each), 0) for each in self._streams.models)
+        more = max(0, together - self._most_kept)
+        self._most_kept += more
+        peaks = {name: peak + more * (name == device) for name, peak in self._plan.peaks.items()}
         self._plan = replace(self._plan, keeps_streamed=True, peaks=peaks)
         self._shared.planned(self._plan)
         return True
