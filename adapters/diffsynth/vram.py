@@ -48,13 +48,12 @@ def replaceable(pipe: Any, models: dict[str, Any]) -> Offload | None:
     from_files = any(getattr(each, "disk_offload", False) for each in found)
     limits = {id(model): _limit(model) for model in models.values()}  # while a model is streamed it has no wrappers
 
-    def may_keep(model: Any, added: int) -> bool:
-        limit = limits.get(id(model))
+    def room(model: Any) -> float:
         free, total = torch.cuda.mem_get_info(found[0].computation_device)
-        return limit is not None and (total - free + added) / 2**30 < limit
+        return limits.get(id(model), 0) * 2**30 - (total - free)
 
     ends = ((pipe, "load_models_to_device"),)
-    return Offload(before=_before, ends=ends, keeps=not from_files, may_keep=may_keep)
+    return Offload(before=_before, ends=ends, keeps=not from_files, room=room)
 
 
 def why_not_carried(model: Any) -> str:
@@ -88,11 +87,11 @@ def without_management(model: Any) -> Iterator[None]:
         yield
 
 
-def _limit(model: Any) -> float | None:
+def _limit(model: Any) -> float:
     """GiB of its device that may be in use while layers of a model are prepared there, where they then stay."""
     layers = wrappers(model)
     if not layers or any(str(each.preparing_device) != str(each.computation_device) for each in layers):
-        return None
+        return 0
     return min((each.vram_limit for each in layers if each.vram_limit is not None), default=float("inf"))
 
 

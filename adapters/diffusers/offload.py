@@ -55,10 +55,10 @@ def replaceable(pipe: Any, models: dict[str, Any]) -> Offload | None:
     # By `enable_model_cpu_offload`. While a model is streamed it has no hooks.
     whole = [each for each in models.values() if any(type(h).__name__ == "CpuOffload" for h in _of_accelerate(each))]
 
-    def may_keep(model: Any, added: int) -> bool:
-        return any(model is each for each in whole)
+    def room(model: Any) -> float:
+        return float("inf") if any(model is each for each in whole) else 0
 
-    return Offload(before=_before, ends=ends, may_keep=may_keep)
+    return Offload(before=_before, ends=ends, room=room)
 
 
 def _before(model: Any) -> Callable[[Sequence[torch.Tensor]], None]:

@@ -57,13 +57,13 @@ def test_frames_are_those_of_the_script_and_its_management_goes_on(
 
 
 @pytest.mark.parametrize(
-    ("limit", "changed", "stays"),
-    [(None, {}, True), (3.0, {}, True), (2.0, {}, False), (None, {"preparing_device": "disk"}, False)],
+    ("limit", "changed", "room"),
+    [(None, {}, float("inf")), (3.0, {}, 2), (0.5, {}, -0.5), (None, {"preparing_device": "disk"}, -1)],
 )
 def test_short_forwards_keep_what_the_management_itself_would_keep(
     limit: float | None,
     changed: dict[str, Any],
-    stays: bool,
+    room: float,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -75,8 +75,8 @@ def test_short_forwards_keep_what_the_management_itself_would_keep(
     assert offload is not None
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7 * 2**30, 8 * 2**30))
     with vram.without_management(pipe.dit):
-        assert offload.may_keep(pipe.dit, 3 * 2**29) is stays
-        assert not offload.may_keep(torch.nn.Linear(1, 1), 0)
+        assert offload.room(pipe.dit) == room * 2**30
+        assert offload.room(torch.nn.Linear(1, 1)) == -(2**30)
 
 
 def test_models_of_one_forward_come_to_host_memory_once_a_step(

@@ -71,13 +71,13 @@ class Offload:
         ends: objects and the names of their methods before which the streams end: those by which that offload moves
             models between their forwards, and what needs the device's memory next.
         keeps: whether it keeps the weights in host memory between calls, as files do not need to be.
-        may_keep: whether that offload would let a model have so many bytes more of the device from forward to forward.
+        room: bytes more of the device that it would let a model have from forward to forward.
     """
 
     before: Callable[[nn.Module], Moved | None]
     ends: tuple[tuple[object, str], ...]
     keeps: bool = True
-    may_keep: Callable[[nn.Module, int], bool] = lambda module, added: False
+    room: Callable[[nn.Module], float] = lambda module: 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

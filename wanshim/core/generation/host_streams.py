@@ -70,7 +70,7 @@ class OwnStreams:
         device: on which they compute.
         without_replacements: a context in which the script's objects have nothing of this call.
         placed: what is replaced, for that context: the last of each entry is what the script has there.
-        may_keep: of a model, as of `Ring`.
+        may_keep: of a model, and as of `Ring`.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class OwnStreams:
         device: torch.device,
         without_replacements: Callable[[], AbstractContextManager[object]],
         placed: list[tuple[Any, str, Any, dict[str, Any]]],
-        may_keep: Callable[[nn.Module, int], bool],
+        may_keep: Callable[[nn.Module, int, int], int],
     ) -> None:
         self._binding, self._device, self._placed = binding, device, placed
         self._may_keep = may_keep

@@ -25,7 +25,7 @@ class GenerationPlan:
         devices: that are used, the pipeline's own first.
         replaces_offload: the first GPU has blocks of the models as they are needed, from host memory, in place of the
             script's own offload.
-        keeps_streamed: they stay there from forward to forward, which would wait for them.
+        keeps_streamed: as many as have room stay there from forward to forward, which would wait for them.
         streamed: the other GPUs have blocks of the models as they are needed, from host memory.
         peaks: predicted bytes of models and forwards on each device; empty where they are not known.
         rejected: by way, why it was not taken.
@@ -56,7 +56,7 @@ class GenerationPlan:
             exact = f"the frames of {alone} up to rounding ({guidance}tokens over GPUs round in another order)"
         lines = [f"{self.pipeline} on {', '.join(self.devices)}: {describe(self.guidance, self.sequence)}, {exact}"]
         own = f"{self.devices[0]} streams blocks of its models from host memory, where the script offloads them"
-        kept = "; they stay, since forwards waited for them and the offload would let them" * self.keeps_streamed
+        kept = "; as many as have room stay, since forwards waited for them" * self.keeps_streamed
         lines += [own + kept] * self.replaces_offload
         lines += ["the others stream blocks of its models from host memory"] * self.streamed
         lines += [f"{device}: {format_bytes(peak)} predicted for its forwards" for device, peak in self.peaks.items()]

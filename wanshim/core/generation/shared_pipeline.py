@@ -51,7 +51,7 @@ logger = logging.getLogger("wanshim.generation")
 T = TypeVar("T")
 DEADLINE_SECONDS = 300.0
 CONTEXT_BYTES = 2**30  # of CUDA and NCCL, in a process that has not begun
-_SPARE = 1 / 8  # of what a forward needs, for what is not predicted
+_SPARE_SHARE, _SPARE_BYTES = 1 / 8, 2**29  # of what a forward needs, and beside it, for what is not predicted
 NO_GUIDANCE = "the guidance scale switches guidance off: a step has one forward"
 _STATE = "__getstate__"
 # Bytes that a forward needs beside its models, by its first model and the sizes of its arguments.
@@ -415,23 +415,25 @@ class _Call:
         self._shared.has_streamed = True
         return compute
 
-    def _may_keep(self, module: nn.Module, added: int) -> bool:
-        """Whether a model may have so many bytes more of this process's device: the script's offload lets it, and the
-        forward has room beside them."""
+    def _may_keep(self, module: nn.Module, size: int, most: int) -> int:
+        """How many slots of so many bytes, at most `most`, a model may have beside those in which its blocks take
+        turns: as far as the script's offload lets it, and the forward has room beside them."""
         assert self._plan is not None
         assert self._binding.offload is not None
         device, free = str(self._devices[0]), free_bytes(self._devices[0])
-        needed = None if self._working is None else round(self._working * (1 + _SPARE))
-        if free is None or needed is None or needed + added > free or not self._binding.offload.may_keep(module, added):
-            return False
-        self._kept[id(module)] = added
-        together = sum(self._kept.get(id(each), 0) for each in self._streams.models)
-        more = max(0, together - self._most_kept)
-        self._most_kept += more
-        peaks = {name: peak + more * (name == device) for name, peak in self._plan.peaks.items()}
-        self._plan = replace(self._plan, keeps_streamed=True, peaks=peaks)
-        self._shared.planned(self._plan)
-        return True
+        if free is None or self._working is None:
+            return 0
+        room = min(free - self._working * (1 + _SPARE_SHARE) - _SPARE_BYTES, self._binding.offload.room(module))
+        count = max(0, min(most, int(room // size)))
+        if count:
+            self._kept[id(module)] = count * size
+            together = sum(self._kept.get(id(each), 0) for each in self._streams.models)
+            more = max(0, together - self._most_kept)
+            self._most_kept += more
+            peaks = {name: peak + more * (name == device) for name, peak in self._plan.peaks.items()}
+            self._plan = replace(self._plan, keeps_streamed=True, peaks=peaks)
+            self._shared.planned(self._plan)
+        return count
 
     def _share_vae(self, vae: Any, verb: str, undo: Undo) -> None:
         """Let the processes of the plan decode or encode together."""

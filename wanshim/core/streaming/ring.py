@@ -4,7 +4,7 @@ Method: a ring of device buffers filled from page-locked memory, as block swap i
 (its PR 972 streams one way only, since frozen weights need no way back); here the host's copy is one for
 all ranks, and a checkpoint's recomputation is what turns the direction round.
 
-A forward may be so short that the device waits for its weights. Where there is memory, they then stay.
+A forward may be so short that the device waits for its weights. As many blocks as there is memory for then stay.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from wanshim.core.streaming.block_weights import BlockWeights
+from wanshim.core.streaming.plan import streamed_blocks
 from wanshim.errors import WanshimError
 from wanshim.undo import Undo
 
@@ -35,8 +36,8 @@ class StreamCount:
     late: int = 0
 
 
-WAITED = 0.05  # of a forward, from which on more slots are worth their memory
-MayKeep = Callable[[int], bool]
+WAITED = 0.05  # of a forward, from which on slots of their own are worth their memory
+MayKeep = Callable[[int, int], int]
 
 
 @dataclass(eq=False)
@@ -87,7 +88,8 @@ class Ring:
     """Blocks by their index among the streamed ones. Used by one thread at a time.
 
     Args:
-        may_keep: whether so many bytes more of the device may have slots, asked once, if forwards wait for weights.
+        may_keep: called once, if forwards wait for weights, with the bytes of a slot and how many more would do;
+            returns how many there may be. Each is one block's for good.
     """
 
     def __init__(
@@ -104,7 +106,8 @@ class Ring:
         self.count = StreamCount()
         self.timed: list[tuple[torch.cuda.Event, torch.cuda.Event, int]] | None = None  # of each copy, when set
         size = max(block.num_bytes for block in blocks)
-        self.slots = self._made(slots, size)
+        self.slots = [Slot(torch.empty(size, dtype=torch.uint8, device=device)) for _ in range(slots)]
+        self._own: dict[int, Slot] = {}  # by block
         self._may_keep, self._waits = may_keep, None if may_keep is None else _waits_of(device)
         self._loads = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._compute: torch.cuda.Stream | None = None
@@ -144,30 +147,31 @@ class Ring:
             stream = torch.cuda.current_stream(self.device)
             (stream.wait_event if self._waits is None else self._waits.wait)(slot.ready)
         self.blocks[index].bind(slot.memory)
-        self._prefetch(self._next(index, backward), index)
+        ahead = self._next(index, backward)
+        while ahead in self._own and ahead != index and self._holding(ahead) is not None:
+            ahead = self._next(ahead, backward)
+        self._prefetch(ahead, index)
 
     def release(self) -> None:
         """Every block's tensors lie on the host again, where the program may write to them: slots are filled anew."""
         for block in self.blocks:
             block.wait()
-        for slot in self.slots:
+        for slot in (*self.slots, *self._own.values()):
             slot.index = None
 
     def _keep_if_waited(self) -> None:
-        """Give each block a slot of its own if forwards wait for weights and the device has the memory."""
+        """Give blocks slots of their own if forwards wait for weights and the device has the memory."""
         # Until all weights have come, and their pages are locked, any forward waits.
         if self._waits is None or not self.host.is_settled:
             return
         if self._waits.begin_forward() <= WAITED:
             return
-        size, added = self.slots[0].memory.numel(), len(self.blocks) - len(self.slots)
         may_keep, self._may_keep, self._waits = self._may_keep, None, None
+        total, size, more = len(self.blocks), self.slots[0].memory.numel(), len(self.blocks) - len(self.slots)
+        count = may_keep(size, more) if may_keep is not None and more > 0 else 0
+        turns = streamed_blocks(total, total - count)
         with suppress(torch.OutOfMemoryError):
-            if added > 0 and may_keep is not None and may_keep(added * size):
-                self.slots += self._made(added, size)
-
-    def _made(self, count: int, size: int) -> list[Slot]:
-        return [Slot(torch.empty(size, dtype=torch.uint8, device=self.device)) for _ in range(count)]
+            self._own = {at: Slot(torch.empty_like(self.slots[0].memory)) for at in range(total) if at not in turns}
 
     def _next(self, index: int, backward: bool) -> int:
         if backward:
@@ -181,10 +185,12 @@ class Ring:
             self._load(self._victim(current, index), index)
 
     def _holding(self, index: int) -> Slot | None:
-        return next((slot for slot in self.slots if slot.index == index), None)
+        return next((slot for slot in (*self.slots, *self._own.values()) if slot.index == index), None)
 
     def _victim(self, current: int, wanted: int) -> Slot:
-        """An empty slot, or the one whose block is farthest from here; never that of the block at work."""
+        """Its own slot, an empty one, or that whose block is farthest from here; never that of the block at work."""
+        if wanted in self._own:
+            return self._own[wanted]
         others = [slot for slot in self.slots if slot.index != current or current == wanted]
         return max(others, key=lambda s: len(self.blocks) + 1 if s.index is None else abs(s.index - wanted))
 
