@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 from setuptools import setup
@@ -22,9 +23,15 @@ RELATIVE = re.compile(r'(\]\(|src="|srcset=")(?!https?:|#)')
 
 
 class BuildWithMatrix(build_py):
-    """Writes compat_matrix.yaml into the package as JSON, which every process reads in a hundredth of the time."""
+    """Writes compat_matrix.yaml into the package as JSON, which every process reads in a hundredth of the time.
+
+    The folder of an earlier build goes first: `pip install .` leaves it in the checkout, and whatever has been renamed
+    since would be installed under both names.
+    """
 
     def run(self) -> None:
+        if not self.editable_mode:
+            shutil.rmtree(Path(self.build_lib, "wanshim"), ignore_errors=True)
         super().run()
         if not self.editable_mode:
             import yaml

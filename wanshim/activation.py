@@ -222,7 +222,9 @@ class Activation:
         return tuple(found)
 
     def decide(self, run: FeatureRun) -> Decision:
-        if run.decision is None:
+        """The decision on the package that is imported, or that would be now: a program adds folders to sys.path."""
+        root = SourceTree.of_installed(run.feature.framework).root
+        if run.decision is None or run.decision.root != root:
             run.decision = self._decide(run.feature, self.settings)
         return run.decision
 
@@ -287,8 +289,11 @@ class Activation:
     def _put_in(self, run: FeatureRun, here: list[SeamState]) -> None:
         decision = self.decide(run)
         if not decision.applies:
+            if self.settings.strict and decision.verdict is Verdict.REFUSE and not may_fail(run.selected_by):
+                raise unavailable(run.feature.name, decision)  # `_demand` has read another package
             self._say_refused(run, decision)
             return
+        run.reason = ""  # of a time when it was not in place
         if decision.untested and not run.is_in:
             _warn("%s: %s; patched, not tested on it", run.feature.name, decision.reason)
         for state in here:

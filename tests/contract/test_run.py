@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import select
 import shlex
 import shutil
@@ -427,6 +428,12 @@ def test_another_python_is_refused_with_one_line_and_runs(tmp_path: Path) -> Non
     )
 
 
+def test_environment_that_a_link_names_too_is_the_same_one(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(sys.prefix)
+    done = run(str(tmp_path / "link" / "bin" / "python"), "-c", LOOK)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
+
+
 @pytest.mark.sweep
 @pytest.mark.slow
 def test_tool_of_another_python_that_starts_the_projects_own_says_nothing_and_passes_strict(tmp_path: Path) -> None:
@@ -604,6 +611,48 @@ def test_what_cannot_be_ends_with_two_and_one_message_before_the_program_starts(
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith(message)
+
+
+# -- a copy of the framework beside the script ---------------------------------------------------------
+
+ATTENTION = "none,diffsynth.attention_gradient"
+
+
+def edited_diffsynth(folder: Path) -> None:
+    """DiffSynth with a hand at its attention, as a repository carries it along."""
+    light_diffsynth(folder)
+    attention = folder / "diffsynth" / "core" / "attention"
+    installed = attention.resolve()
+    attention.unlink()
+    shutil.copytree(installed, attention)
+    file = attention / "attention.py"
+    file.write_text(re.sub(r"(def attention_forward\(.*?\):\n)", r"\1    own = True\n", file.read_text(), flags=re.S))
+    (folder / "train.py").write_text("import diffsynth.core.attention.attention\nprint('trained')\n")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param((sys.executable, "work/train.py"), id="before_the_start"),
+        pytest.param(("sh", "-c", f"exec {sys.executable} work/train.py"), id="at_the_start"),
+    ],
+)
+def test_copy_beside_the_script_is_what_strict_judges(tmp_path: Path, command: tuple[str, ...]) -> None:
+    (tmp_path / "work").mkdir()
+    edited_diffsynth(tmp_path / "work")
+    done = run(*command, features=ATTENTION, cwd=tmp_path, WANSHIM_STRICT="1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "attention_forward differs from the code of " in done.stderr
+    assert f"take out the local change in {tmp_path / 'work' / 'diffsynth'}" in done.stderr
+
+
+def test_copy_beside_the_script_alone_is_not_called_absent(tmp_path: Path) -> None:
+    (tmp_path / "fastvideo").mkdir()
+    (tmp_path / "fastvideo" / "__init__.py").touch()
+    (tmp_path / "train.py").write_text("import fastvideo, sys\nprint(sys.path.count(sys.path[0]))\n")
+    done = run("train.py", features="none,fastvideo.progress", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "1\n")
+    assert "no package fastvideo" not in done.stderr
 
 
 def test_gpu_that_is_not_here_is_one_line_and_the_program_starts() -> None:

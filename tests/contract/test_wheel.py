@@ -91,6 +91,19 @@ def test_checkout_without_symbolic_links_builds_nothing_and_says_why(tmp_path: P
     assert not [*tmp_path.glob("*.whl"), *tmp_path.glob("*.tar.gz")]
 
 
+def test_file_that_was_renamed_since_the_last_build_of_a_checkout_is_not_built_again(tmp_path: Path) -> None:
+    """`pip install .` leaves its build folder in the checkout."""
+    copy_of_checkout(tmp_path / "source")
+    old = tmp_path / "source" / "build" / "lib" / "wanshim" / "adapters" / "diffsynth" / "patches.py"
+    old.parent.mkdir(parents=True)
+    shutil.copy(ROOT / "adapters" / "diffsynth" / "patchify.py", old)
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path)]
+    dist.run([*build, str(tmp_path / "source")])
+    names = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
+    assert "wanshim/adapters/diffsynth/patchify.py" in names
+    assert "wanshim/adapters/diffsynth/patches.py" not in names
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "pattern", [pytest.param("*.whl", id="wheel"), pytest.param("*.tar.gz", id="sdist", marks=pytest.mark.sweep)]

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import wanshim
+from tests.unit.conftest import FakeFramework
 from tests.unit.fake_framework import DECODE, DIT, REPAIR, VAE, Fake, a_seam, fails, ours, wan
 from wanshim import activation
 from wanshim.errors import FeatureUnavailable, SettingInvalid
@@ -619,6 +620,43 @@ def test_patch_that_fails_on_an_imported_module_raises_out_of_activate_under_str
         wanshim.activate("auto,decode", strict=True)
     assert dit.forward(1) == ["original", 1]
     assert not wanshim.report().active
+
+
+def another_copy(wan: Fake, monkeypatch: pytest.MonkeyPatch, dit: str) -> None:
+    """The program puts a folder with a copy of its own first on sys.path."""
+    own = FakeFramework(wan.framework.site.parent / "own")
+    own.write(dit=dit, vae=VAE)
+    monkeypatch.syspath_prepend(str(own.site))
+
+
+def test_decision_on_the_installed_package_says_nothing_of_the_copy_that_is_imported(
+    wan: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert wanshim.activate().row("fakewan.repair").verdict == "patch"  # which has read the installed one
+    another_copy(wan, monkeypatch, DIT.replace("original", "own"))
+    assert wan.dit().forward(1) == ["own", 1]
+    assert wanshim.report().row("fakewan.repair").state == "refused"
+
+
+def test_strict_ends_the_import_of_a_copy_whose_code_is_not_that_of_the_installed_package(
+    wan: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanshim.activate(strict=True)
+    another_copy(wan, monkeypatch, DIT.replace("original", "own"))
+    with pytest.raises(FeatureUnavailable, match=r"fakewan\.repair .* differs from the code of 1\.0"):
+        wan.dit()
+
+
+def test_package_that_was_nowhere_at_first_is_not_called_absent_when_it_is_patched(
+    wan: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = str(wan.framework.site)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != installed])
+    assert wanshim.activate("fakewan.repair").row("fakewan.repair").reason.startswith("no package fakewan")
+    monkeypatch.syspath_prepend(installed)
+    wan.dit()
+    row = wanshim.report().row("fakewan.repair")
+    assert (row.state, row.reason) == ("applied", "tested: behaviour")
 
 
 def test_failing_factory_leaves_the_import_and_the_other_seams_unharmed(

@@ -98,7 +98,8 @@ def test_known_version_with_rewritten_body_is_refused(fake: FakeFramework, known
     assert found.reason == (
         f"{TARGET} differs from the code of 1.0 (found {fake.digests(TARGET)[TARGET]}, expected {before})"
     )
-    assert found.next_step == "Reinstall fakewan 1.0, or take out the local change"
+    where = fake.site / "fakewan"
+    assert found.next_step == f"Reinstall fakewan 1.0, or take out the local change in {where}"
 
 
 def test_known_version_with_rewritten_code_it_relies_on_is_refused(fake: FakeFramework, known: Matrix) -> None:
@@ -284,6 +285,16 @@ def test_code_without_a_release_is_known_by_its_code_whatever_it_calls_itself(fa
     assert found.reason == "calls itself 1.0, and its code is that of fakewan since abc"
 
 
+def test_commit_between_two_releases_is_known_by_the_code_of_the_later_one(fake: FakeFramework, known: Matrix) -> None:
+    """As a clone of the main branch: it calls itself the release before. So does a copy beside the script, for which
+    the metadata of the installed one speak."""
+    fake.write(dit=REWRITTEN)
+    later = a_cell(fake)
+    found = decided(fake, replace(known, rows=(*known.rows, *a_matrix(v1_1=later).rows)))
+    assert (found.verdict, found.untested) == (Verdict.UNKNOWN, True)
+    assert found.reason == "it calls itself 1.0, but its code is that of 1.1"
+
+
 def test_code_of_a_release_is_that_of_the_release_although_code_without_one_is_the_same(fake: FakeFramework) -> None:
     fake.write(dit=SOURCE)
     fake.install("2.0")
@@ -372,6 +383,17 @@ def test_families_of_an_unknown_version_may_have_the_code_of_different_rows(fake
         "no row for 1.2, but its code is that of 1.0; "
         "Fish is left out: its code is unlike that of any version in the matrix"
     )
+
+
+def test_families_of_a_commit_between_two_releases_are_those_of_the_later_one(fake: FakeFramework) -> None:
+    fake.install("1.0")
+    earlier = family_cell(fake)
+    write_families(fake, common=REWRITTEN)
+    later = Cell(Verdict.PATCH, "behaviour", "", fake.digests(TARGET, HELPER, BIRDS, FISH))
+    write_families(fake, fish=" + 1", common=REWRITTEN)
+    found = decided_by_family(fake, a_matrix(v1_0=earlier, v1_1=later))
+    assert (found.verdict, list(found.left_out)) == (Verdict.UNKNOWN, ["Fish"])
+    assert found.reason.startswith("it calls itself 1.0, but its code is that of 1.1; Fish is left out: ")
 
 
 def test_family_that_is_gone_is_left_out_and_one_that_is_not_there_yet_keeps_nothing_going(fake: FakeFramework) -> None:

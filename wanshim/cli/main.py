@@ -129,6 +129,7 @@ def doctor(command: list[str], features: str | None, everything: bool, gpus: int
     from wanshim.launch import start
     from wanshim.launch.gpu_processes import settings_of_ranks
 
+    start.look_beside(command)
     read = settings_of_ranks(command, gpus, features)
     if command:
         start.resolve(command)
@@ -167,6 +168,7 @@ def run(command: list[str], features: str | None, report: bool, gpus: int | None
     from wanshim.launch import start
     from wanshim.launch.gpu_processes import settings_of_ranks
 
+    start.look_beside(command)
     read = settings_of_ranks(command, gpus, features, fast=fast)
     _print(diagnosis.prepare(features, read, f"--gpus {gpus}" if gpus is not None else ""))
     gpus = None if read.disable else gpus
@@ -188,6 +190,7 @@ def generate(command: list[str], gpus: int, features: str | None, report: bool, 
     from wanshim.launch import start
     from wanshim.launch.gpu_processes import settings_of_generation
 
+    start.look_beside(command)
     read = settings_of_generation(command, gpus, features, fast=fast)
     _print(diagnosis.prepare(features, read, f"--gpus {gpus}"))
     variables = start.environment(features, report=report, generate=None if read.disable else gpus, fast=fast)

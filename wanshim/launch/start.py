@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 from wanshim import hand_over, settings
 from wanshim.launch import ranks
@@ -61,6 +63,15 @@ def environment(
 def plan_of(gpus: int) -> str:
     """The plan of a process for each of so many GPUs: each sample over all of them, or what fits the one best."""
     return "sequence" if gpus > 1 else "auto"
+
+
+def look_beside(command: Sequence[str]) -> None:
+    """Have this process find the frameworks that the command's program will find: Python puts the folder of a script
+    first on sys.path, or the current one."""
+    # os.path: Path.is_file raises for a word that is too long for a path, as a text for sh -c
+    script = next((word for word in command if word.endswith(".py") and os.path.isfile(word)), None)  # noqa: PTH113
+    if not getattr(sys.flags, "safe_path", False) and (script or (command and is_python(command[0]))):
+        sys.path.insert(0, str(Path(script).resolve().parent) if script else "")
 
 
 def resolve(command: list[str]) -> tuple[list[str], str]:

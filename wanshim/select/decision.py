@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from wanshim.patching.feature import Feature, Framework
-from wanshim.patching.probe import SourceTree
+from wanshim.patching.probe import Folder, SourceTree
 from wanshim.patching.verdict import Verdict
 from wanshim.select.matrix import Cell, Matrix, Row
 from wanshim.settings import Settings
@@ -28,6 +28,7 @@ class Decision:
     left_out: Mapping[str, str] = field(default_factory=dict)  # families of models whose code is not known, why each is
     known: bool = True  # False: neither a row nor the feature's judge knows the code
     ran: bool = True  # False: a row says so of a version outside the declared range, from reading its code alone
+    root: Folder | None = field(default=None, compare=False)  # the package that was read; of another it says nothing
 
     @property
     def untested(self) -> bool:
@@ -71,8 +72,8 @@ def decide(
     decision = judge_code(feature, matrix, source, version, found)
     blocked = feature.blocked(settings) if decision.applies and feature.blocked is not None else None
     if blocked is not None:
-        return Decision(Verdict.REFUSE, blocked, version=version, fingerprints=found)
-    return decision
+        decision = Decision(Verdict.REFUSE, blocked, version=version, fingerprints=found)
+    return replace(decision, root=source.root)
 
 
 def judge_code(
@@ -88,9 +89,10 @@ def judge_code(
     # A row that says "absent" speaks of code that is not there; whatever is there instead is judged afresh.
     unlisted = cell is None or cell.verdict is Verdict.ABSENT
     why = _unlisted(feature, row, version)
-    # Releases first: code without a release carries the version string of another, and speaks for no third one.
+    # A commit between two releases carries the version string of the earlier one, and may have the code of the later.
+    # Releases first: code without a release speaks for no third one.
     for known, known_cell in sorted(matrix.known_code(feature.name), key=lambda pair: bool(pair[0].source)):
-        if (unlisted or known.source) and known_cell.is_of(found):
+        if known_cell.is_of(found):
             return _like_known(known, known_cell, why, version, found)
     listed = (row, cell) if row is not None and cell is not None and not unlisted else None
     partly = _without_families(feature, listed, matrix, why, version, found)
@@ -100,7 +102,7 @@ def judge_code(
     if finding is not None and (unlisted or finding.verdict in (Verdict.NATIVE, Verdict.ABSENT)):
         verdict = Verdict.UNKNOWN if finding.verdict is Verdict.PATCH else finding.verdict
         return Decision(verdict, finding.reason, "", version, found)
-    return _mismatch(feature, cell, why, version, found, _never_there(feature, matrix))
+    return _mismatch(feature, cell, why, version, found, _never_there(feature, matrix), source)
 
 
 def _without_families(
@@ -111,16 +113,14 @@ def _without_families(
     family's code may be that of another row.
 
     Args:
-        listed: the version's own row, which alone says what its code is; None: it has none.
+        listed: the version's own row, which alone says what its code is if it fits; None: it has none.
     """
     families = {name: [target for target in found if feature.family_of(target) == name] for name in feature.families}
     common = [target for target in found if feature.family_of(target) is None]
     rows = sorted(matrix.known_code(feature.name), key=lambda pair: bool(pair[0].source))
-    fitting = [
-        (row, cell)
-        for row, cell in ([listed] if listed is not None else rows)
-        if cell.verdict is Verdict.PATCH and cell.is_of(found, common)
-    ]
+    fitting = [(row, cell) for row, cell in rows if cell.verdict is Verdict.PATCH and cell.is_of(found, common)]
+    listed = listed if listed in fitting else None
+    fitting = fitting if listed is None else [listed]
     if not fitting:
         return None
     left_out = {
@@ -179,7 +179,9 @@ def _unlisted(feature: Feature, row: Row | None, version: str | None) -> str:
     cell = row.cells.get(feature.ability)
     if cell is None:
         return f"the row of {version} has no cell for {feature.ability}"
-    return f"the row of {version} says {cell.verdict.value}"
+    if cell.verdict in (Verdict.UNKNOWN, Verdict.ABSENT):
+        return f"the row of {version} says {cell.verdict.value}"
+    return f"it calls itself {version}"
 
 
 def _never_there(feature: Feature, matrix: Matrix) -> set[str]:
@@ -195,6 +197,7 @@ def _mismatch(
     version: str | None,
     found: Mapping[str, str | None],
     never_there: set[str],
+    source: SourceTree,
 ) -> Decision:
     if cell is None:
         gone = [target for target, digest in found.items() if digest is None and target not in never_there]
@@ -203,5 +206,5 @@ def _mismatch(
         step = "Run `wanshim matrix` for the versions known, or open an issue with this line"
     else:
         reason = _difference(cell.seams, found, cell, version)
-        step = f"Reinstall {feature.framework} {version}, or take out the local change"
+        step = f"Reinstall {feature.framework} {version}, or take out the local change in {source.root}"
     return Decision(Verdict.REFUSE, reason, step, version, found, known=False)

@@ -65,6 +65,19 @@ def test_command_for_one_gpu_runs_in_a_process_for_each(tmp_path: Path) -> None:
         assert (one["arguments"], one["optimized"]) == (["--rank", "8"], 1)
 
 
+def test_program_that_comes_through_a_pipe_is_refused_before_a_rank_waits_for_one_that_has_none(tmp_path: Path) -> None:
+    """As bash hands a here-document over; a file is read by each rank."""
+    reading, writing = os.pipe()
+    os.write(writing, b"print('trained')\n")
+    os.close(writing)
+    done = run(tmp_path, "--gpus", "2", "--", sys.executable, "-", stdin=reading)
+    os.close(reading)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--gpus 2 with a program that comes through a pipe, which one process alone can read." in done.stderr
+    done = run(tmp_path, "--gpus", "2", "--", sys.executable, "-", stdin="print('trained')\n")
+    assert (done.returncode, done.stdout) == (0, "trained\ntrained\n")
+
+
 ON_ONE = """
 import json, os, sys
 names = ("RANK", "WANSHIM_PLAN", "WANSHIM_DEVICES", "PYTORCH_CUDA_ALLOC_CONF")

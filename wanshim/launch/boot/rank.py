@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import stat
 import sys
 import traceback
 from contextlib import suppress
@@ -37,7 +38,17 @@ def enter() -> None:
         is_running = first not in (None, os.getpid()) and process_start(first) is not None  # type: ignore[arg-type]
         if is_running and not hand_over.has_python_parent():
             refuse(refusal("what starts processes itself: two programs came up as one rank"))
+        if not hand_over.has_python_parent() and sys.argv[0] in ("", "-") and not _is_file(0):
+            refuse(
+                refusal("a program that comes through a pipe, which one process alone can read", "Write it to a file")
+            )
     hand_over.mark_reached()
+
+
+def _is_file(descriptor: int) -> bool:
+    with suppress(OSError):
+        return stat.S_ISREG(os.fstat(descriptor).st_mode)
+    return False
 
 
 def no_program(count: int, found: str, hint: str = LEAVE_OUT) -> FeatureUnavailable:

@@ -8,6 +8,7 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 # What every installation of wanshim has in this folder, and nobody else's start-up has: another wanshim's would
@@ -21,10 +22,11 @@ def _activate() -> None:
     """A program starts although wanshim cannot, except where WANSHIM_STRICT is set, the launch contradicts what the
     user named, or it is a rank of `wanshim run --gpus`, which would train by itself."""
     expected = os.environ.get("WANSHIM_RUN_PREFIX", sys.prefix)
-    if expected != sys.prefix and _script() in PROJECT_TOOLS:
+    is_own = os.path.realpath(expected) == os.path.realpath(sys.prefix)  # one environment may have several names
+    if not is_own and _script() in PROJECT_TOOLS:
         return
     try:
-        if expected != sys.prefix:
+        if not is_own:
             text = f"`wanshim run` belongs to the Python of {expected}, this is {sys.prefix}"
             raise RuntimeError(f"{text}: install wanshim here, and start its own `wanshim run`")
         from wanshim import activation, hand_over
@@ -34,7 +36,8 @@ def _activate() -> None:
         if hand_over.is_rank():
             rank.leave_job_at_exit()  # behind the report, whose exit handler comes later
         launchers.watch()  # first: what a feature puts over the same functions is found in its place
-        activation.activate(hand_over.inherited())
+        with _beside_program():
+            activation.activate(hand_over.inherited())
         if hand_over.is_rank():
             from wanshim.launch.boot import made_folders
 
@@ -47,6 +50,23 @@ def _activate() -> None:
         if _is_strict() or _is_rank() or type(error).__name__ == "FeatureUnavailable":
             os._exit(2)  # Python reports an exception of this module and goes on; nothing of the program has run yet
         _say_reached()
+
+
+@contextlib.contextmanager
+def _beside_program() -> Iterator[None]:
+    """Python puts the folder of what it runs first on sys.path after this module: a framework that lies there is the
+    one that the program imports."""
+    if sys.flags.isolated or getattr(sys.flags, "safe_path", False):
+        yield
+        return
+    folder = sys.argv[0] if os.path.isdir(sys.argv[0]) else ""  # of -c, -m and standard input: the current one
+    if os.path.isfile(sys.argv[0]):
+        folder = os.path.dirname(os.path.realpath(sys.argv[0]))
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
 
 
 def _script() -> str:
