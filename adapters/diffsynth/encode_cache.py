@@ -47,10 +47,15 @@ def refusal(call: TrainingCall, read: Settings) -> str | None:
     return None
 
 
+def models_of(unit: Any) -> tuple[str, ...]:
+    """The names of the models that a unit says it runs; one of them may be written without a tuple, as LTX-2's are."""
+    names = getattr(unit, "onload_model_names", None) or ()
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
 def _encodes(pipe: Any, unit: Any) -> bool:
     """Whether a unit says that it runs a model, and the pipeline has it."""
-    names = getattr(unit, "onload_model_names", None) or ()
-    return any(getattr(pipe, name, None) is not None for name in names)
+    return any(getattr(pipe, name, None) is not None for name in models_of(unit))
 
 
 class _Reached(Exception):
@@ -184,10 +189,8 @@ class EncodedUnits:
     def idle(self) -> frozenset[str]:
         """The models that no step calls, if what they encode is there."""
         units = [unit for unit in self._pipe.units if _encodes(self._pipe, unit)]
-        named = {name for unit in units for name in unit.onload_model_names}
-        called = {
-            name for unit in units if type(unit).__name__ in self.cache.reasons for name in unit.onload_model_names
-        }
+        named = {name for unit in units for name in models_of(unit)}
+        called = {name for unit in units if type(unit).__name__ in self.cache.reasons for name in models_of(unit)}
         return frozenset() if self.cache.unkept else frozenset(named - called)
 
     def _watched(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -214,7 +217,7 @@ class EncodedUnits:
     @contextmanager
     def _beside(self, unit: Any) -> Iterator[list[str]]:
         """A unit's effects in the body beside its result, as text."""
-        pipe, named = self._pipe, set(unit.onload_model_names)
+        pipe, named = self._pipe, set(models_of(unit))
         done: list[str] = []
         others = [(name, model) for name, model in pipe.named_children() if name not in named]
         hooks = [
@@ -253,7 +256,7 @@ class EncodedUnits:
         from wanshim.core.encoding.model_identity import model_identity
 
         pipe = self._pipe
-        named = [name for name in unit.onload_model_names if getattr(pipe, name, None) is not None]
+        named = [name for name in models_of(unit) if getattr(pipe, name, None) is not None]
         for name in set(named) - self._models.keys():
             self._models[name] = model_identity(name, getattr(pipe, name))
         others = [

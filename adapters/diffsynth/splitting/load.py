@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from pathlib import Path
@@ -21,6 +22,7 @@ from wanshim.adapters.diffsynth.splitting.refusals import (
     family_of,
     heads_refusal,
     not_sharded,
+    of_no_family,
     ranks_here,
     refusal,
     refuse,
@@ -67,8 +69,7 @@ def load_to_host(original: Callable[..., Any], seam: SeamState) -> Callable[...,
         seam.pass_by()  # whether it has an effect shows when the pipeline is split
         read = seam.settings
         family = next((family for family in FAMILIES if config["model_class"] in family.split_classes), None)
-        if family is not None:
-            _check_sharded(config, family, read)
+        _check_sharded(config, family, read)
         if config["model_class"] not in _host_first.get() or low_precision.options_refusal(kwargs.get("quantize")):
             return original(self, config, path, vram_config, *args, **kwargs)
         if family is not None:
@@ -129,16 +130,19 @@ def _paths(path: str | list[str]) -> list[Path]:
     return [Path(part) for part in (path if isinstance(path, list | tuple) else [path])]
 
 
-def _check_sharded(config: Mapping[str, Any], family: Family, read: Settings) -> None:
+def _check_sharded(config: Mapping[str, Any], family: Family | None, read: Settings) -> None:
     """Refuse a DiT before it is loaded, if its tokens are not sharded, or there are more ranks than the attention heads
-    that its configuration names."""
-    model_class = config["model_class"]
-    if read.plan_name != "sequence":
+    that its configuration names. No plan is needed where `--task sft:data_process` has a data set encoded."""
+    if read.plan_name != "sequence" or any(word.endswith(":data_process") for word in sys.argv):
         return
-    heads = config.get("extra_kwargs", {}).get(family.num_heads_argument)
-    if model_class not in family.sharded_classes:
-        reason: str | None = not_sharded(model_class.rpartition(".")[2], family)
+    model_class = config["model_class"]
+    name = model_class.rpartition(".")[2]
+    if family is None:  # DiffSynth names the models that denoise so, in all families
+        reason = of_no_family(name) if config.get("model_name", "").endswith("_dit") else None
+    elif model_class not in family.sharded_classes:
+        reason = not_sharded(name, family)
     else:
+        heads = config.get("extra_kwargs", {}).get(family.num_heads_argument)
         reason = heads_refusal(heads, read) if heads is not None else None
     if reason is not None:
         raise cannot_train("WANSHIM_PLAN", read.plan_name, reason)

@@ -84,7 +84,14 @@ def _unknown(dit: object) -> str:
         return (
             "torch.compile wraps pipe.dit: leave it as it was loaded, and set WANSHIM_COMPILE=1 to compile its blocks"
         )
-    return f"{type(dit).__name__}: not one of {' or '.join(family.name for family in FAMILIES)}, or wrapped"
+    return f"{of_no_family(type(dit).__name__)}, or wrapped"
+
+
+def of_no_family(dit_class: str) -> str:
+    """The reason why a DiT of this class, which is none of those that are split, is not trained by a plan."""
+    known = f"not one of {' or '.join(family.name for family in FAMILIES)}"
+    of_class = (family.refused_classes[dit_class] for family in FAMILIES if dit_class in family.refused_classes)
+    return f"{dit_class}: {next(of_class, known)}"
 
 
 def _refusal_of(dit: torch.nn.Module, family: Family) -> str | None:

@@ -201,7 +201,7 @@ class UnitRunner:
         self._side_models = set(family.side_models)
 
     def __call__(self, unit: Any, pipe: Any, *inputs: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-        used = self._side_models.intersection(getattr(unit, "onload_model_names", None) or ())
+        used = self._side_models.intersection(encode_cache.models_of(unit))
         if not any(getattr(pipe, name, None) is not None for name in used):
             return self._original(unit, pipe, *inputs)
         from wanshim.core.decoding import held_alone, held_by  # imports Triton

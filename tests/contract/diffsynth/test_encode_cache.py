@@ -464,6 +464,19 @@ def test_what_is_not_kept_is_named_and_computed_in_each_step(
     assert job.encoded(found).items() >= (encoded or {"encode": 3, "forward": 2}).items()
 
 
+def test_unit_that_names_its_one_model_without_a_tuple_is_kept(train: Any, activate: Any) -> None:
+    """As those of LTX-2's video VAE do: `onload_model_names=("video_vae_encoder")`."""
+
+    def without_a_tuple(module: Any) -> None:
+        unit = next(one for one in module.pipe.units if type(one).__name__ == VIDEO_UNIT)
+        (unit.onload_model_names,) = unit.onload_model_names
+
+    activate()
+    found = train("ours", change=without_a_tuple)
+    assert _same(found, _plain_run())
+    assert job.encoded(found) == {"encode": 3, "forward": 2}
+
+
 @pytest.mark.slow
 @pytest.mark.sweep
 def test_samples_that_the_dataset_draws_are_not_kept_for_long(train: Any, activate: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from diffsynth.configs import MODEL_CONFIGS
 from diffsynth.diffusion import runner
+from diffsynth.models import model_loader
 from diffsynth.models.model_loader import ModelPool
 
 import wanshim
@@ -113,6 +116,39 @@ def test_model_that_is_refused_before_it_is_loaded_is_refused_by_the_option_that
     pool, config = ModelPool(), {"model_class": "diffsynth.models.flux2_dit.Flux2DiT"}
     with pytest.raises(FeatureUnavailable, match=r"^--gpus 2 cannot train this model: Flux2DiT: .* Leave out --gpus 2"):
         pool.load_model_file(config, "no such file", pool.default_vram_config())
+
+
+@pytest.mark.parametrize(
+    ("model_class", "reason"),
+    [
+        ("qwen_image_dit.QwenImageDiT", "QwenImageDiT: not one of Wan or FLUX.2 or MiniMax-H3. Leave"),
+        ("longcat_video_dit.LongCatVideoTransformer3DModel", "LongCat-Video keeps caches of its own"),
+    ],
+)
+def test_dit_of_no_family_is_refused_before_it_is_loaded(model_class: str, reason: str) -> None:
+    """Each rank would load all models of the pipeline before the launcher refuses it."""
+    config = next(c for c in MODEL_CONFIGS if c["model_class"] == f"diffsynth.models.{model_class}")
+    pool = ModelPool()
+    with pytest.raises(FeatureUnavailable, match=f"WANSHIM_PLAN=sequence cannot train this model: .*{reason}"):
+        pool.load_model_file(config, "no such file", pool.default_vram_config())
+
+
+@pytest.mark.parametrize(
+    ("model_class", "arguments"),
+    [
+        ("qwen_image_text_encoder.QwenImageTextEncoder", []),
+        ("qwen_image_dit.QwenImageDiT", ["--task", "sft:data_process"]),
+        ("flux2_dit.Flux2DiT", ["--task=direct_distill:data_process"]),
+    ],
+)
+def test_what_encodes_a_data_set_is_loaded_under_any_plan(
+    model_class: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_loader, "load_model", lambda *args, **kwargs: "loaded")
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    config = next(c for c in MODEL_CONFIGS if c["model_class"] == f"diffsynth.models.{model_class}")
+    pool = ModelPool()
+    assert pool.load_model_file(config, "no such file", pool.default_vram_config()) == "loaded"
 
 
 def test_one_process_is_told_how_to_start_more(tmp_path: Path) -> None:

@@ -145,6 +145,19 @@ def test_result_that_cannot_be_made_again_is_not_kept(
     assert reason in cache.reasons["encoder"]
 
 
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "1", "I;16", "P"])
+def test_images_of_a_result_are_made_again(cache: CallCache, mode: str) -> None:
+    """As a unit that encodes an image to edit returns it in the size in which it was encoded."""
+    drawn = np.random.default_rng(0).integers(0, 256, (8, 5, 3), dtype=np.uint8)
+    image = Image.fromarray(drawn).convert("L" if mode == "I;16" else mode).convert(mode)
+    encoder = Encoder(lambda image: {"latents": torch.ones(2), "edit": image.rotate(180), "all": [image.copy()] * 2})
+    found = [ask(cache, encoder, image=image) for _ in range(2)]
+    assert {n: content(v) for n, v in found[1].items()} == {n: content(v) for n, v in found[0].items()}
+    assert type(found[1]["edit"]) is Image.Image
+    assert encoder.calls == (2 if mode == "P" else 1)  # whose colours are beside its pixels
+    assert bool(cache.reasons) == (mode == "P")
+
+
 def test_tensor_with_two_names_is_one_again(cache: CallCache) -> None:
     """As a pipeline's latents are, of which a loop changes one in place."""
 

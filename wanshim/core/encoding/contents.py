@@ -6,6 +6,8 @@ import random
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -144,7 +146,7 @@ def packed(outputs: Any, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dic
             if id(value) in places and not isinstance(value, (bool, int, float, str)):
                 described[name] = {"input": places[id(value)]}
             else:
-                described[name] = {"value": flatten(value, name, tensors, seen=seen)}
+                described[name] = {"value": flatten(value, name, tensors, partial(_pixels, tensors), seen)}
     except NotFlat as error:
         raise Fallback(f"its result {error}, which is not {error.expected}") from None
     memory = [tensor.untyped_storage().data_ptr() for tensor in tensors.values()]
@@ -167,8 +169,10 @@ def unpacked(
     """The results of `packed`; tensors that were not on the CPU come to `device`, in the strides that they had."""
     made: dict[str, torch.Tensor] = {}
 
-    def tensor_of(place: dict[str, Any]) -> torch.Tensor:
+    def tensor_of(place: dict[str, Any]) -> Any:
         name = place["tensor"]
+        if "image" in place:
+            return _image(tensors[name], *place["image"])
         if name not in made:
             found = tensors[name] if place["cpu"] else _sent(tensors[name], device)
             stride = tuple(described["strides"][name])
@@ -181,6 +185,30 @@ def unpacked(
         name: inputs[entry["input"]] if "input" in entry else rebuild(entry["value"], tensor_of)
         for name, entry in described["outputs"].items()
     }
+
+
+def _pixels(tensors: dict[str, torch.Tensor], name: str, value: Any) -> dict[str, Any]:
+    """The place of an image among the tensors, as `flatten` has those of tensors.
+
+    Raises:
+        NotFlat: it is none that its mode, size and pixels make again.
+    """
+    if _is_image(value):
+        made_of = [value.mode, list(value.size)]
+        with suppress(ValueError):  # of no pixels, or of a mode that has more
+            pixels = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8)
+            if _of_image(_image(pixels, *made_of)) == _of_image(value):
+                while name in tensors:  # of a key with a dot, as in `flatten`
+                    name += "'"
+                tensors[name] = pixels
+                return {"tensor": name, "cpu": True, "image": made_of}
+    raise NotFlat(name, value)
+
+
+def _image(pixels: torch.Tensor, mode: str, size: Sequence[int]) -> Any:
+    from PIL import Image  # where an image has come from
+
+    return Image.frombytes(mode, tuple(size), pixels.numpy().tobytes())
 
 
 def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
