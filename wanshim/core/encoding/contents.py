@@ -121,7 +121,7 @@ def _of_items(items: Sequence[Any], withheld: Mapping[int, str]) -> list[str]:
 
 def _is_image(value: Any) -> bool:
     """Whether it is an image of PIL's, which is not imported for that."""
-    return hasattr(value, "tobytes") and hasattr(value, "mode")
+    return hasattr(value, "tobytes") and hasattr(value, "getpalette")
 
 
 def _of_image(image: Any) -> str:
