@@ -184,14 +184,14 @@ class ProcessReport:
             if not any(row.calls for row in selected):
                 return  # as a worker that loads data
             say(f"process {os.getpid()} ends:")
-        failed = getattr(sys, "last_value", None)  # what ended the program, if that was an exception
+        failed = _ended_by()
         self._print_rows(failed)
         for text in self._without_purpose(selected) if failed is None else ():
             say(text)
         for row in selected:
             if failed is not None and row.headline and row.notes[-1] == row.headline:  # how a run goes on
                 say(f"{row.feature}: {row.headline}")
-        if isinstance(failed, KeyboardInterrupt) and not (sys.flags.interactive or hasattr(sys, "ps1")):
+        if isinstance(failed, KeyboardInterrupt):
             _end_as_interrupted()
 
     def _print_rows(self, failed: BaseException | None) -> None:
@@ -242,7 +242,7 @@ class ProcessReport:
     def _check_strict(self) -> None:
         """End with status 1 for what had no effect. What was never called passes: not every process of a job
         trains."""
-        if getattr(sys, "last_value", None) is not None or self._started_in != os.getpid():
+        if _ended_by() is not None or self._started_in != os.getpid():
             return  # it fails by itself, or is a forked child
         broken = (State.FAILED.value, State.DISPLACED.value)
         selected = self.process.report().selected
@@ -276,6 +276,13 @@ def _in_main_thread(call: Callable[[], None]) -> None:
 
     _pending.append(ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(pending))
     ctypes.pythonapi.Py_AddPendingCall(_pending[-1], None)
+
+
+def _ended_by() -> BaseException | None:
+    """The exception that has ended the program. In an interactive session, as of a notebook, one ends an input, and the
+    session goes on."""
+    is_session = sys.flags.interactive or hasattr(sys, "ps1")
+    return None if is_session else getattr(sys, "last_value", None)
 
 
 def _ran_beneath_another(row: ReportRow) -> bool:

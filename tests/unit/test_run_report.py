@@ -234,6 +234,22 @@ def test_after_an_exception_the_end_says_what_ran_until_then_and_calls_nothing_e
     ]
 
 
+@pytest.mark.parametrize("strict", ["0", "1"])
+def test_session_whose_input_failed_went_on_and_ends_as_one_without_an_error(
+    wan: Fake, process: Process, monkeypatch: pytest.MonkeyPatch, strict: str
+) -> None:
+    """As a notebook, in which a cell was interrupted: IPython sets both."""
+    monkeypatch.setenv("WANSHIM_STRICT", strict)
+    wan.offer(FALLS_BACK)
+    start("decode")
+    monkeypatch.setattr(sys, "last_value", KeyboardInterrupt(), raising=False)
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    wan.vae().decode(1)
+    process.said()
+    assert process.end()[0].startswith("wanshim: fakewan.decode left to the framework 1 time: odd numbers")
+    assert process.statuses == [1] * int(strict)
+
+
 @pytest.mark.parametrize("since", [[], ["a later note"]])
 def test_after_an_exception_the_last_line_is_a_headline_that_nothing_was_said_after(
     wan: Fake, process: Process, monkeypatch: pytest.MonkeyPatch, since: list[str]

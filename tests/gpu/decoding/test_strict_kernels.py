@@ -32,6 +32,20 @@ def test_strict_on_one_gpu_has_the_bits_of_diffusers_with_norms_in_one_kernel(la
     assert checks.silu(dtype) == (dtype == torch.bfloat16)
 
 
+@pytest.mark.gpu(2)
+def test_vae_on_another_gpu_than_the_current_one_has_its_kernels_and_bits() -> None:
+    """As behind `.to("cuda:1")`, and in a thread: Triton launches on the current device."""
+    vae, latent = (each.to("cuda:1") for each in on_gpu("2.1", torch.bfloat16, 5))
+    reference = vae.decode(latent).sample
+    handle = parallelize_decode(vae)
+    handle.wait_for_kernels(latent.shape)
+    assert torch.equal(vae.decode(latent).sample, reference)
+    checks = handle.parallel.operators.checks
+    handle.remove()
+    assert set(checks._norms.values()) == {Sizes.WIDE}
+    assert torch.cuda.current_device() == 0
+
+
 WIDTHS = {
     "2.1": {"base_dim": 96, "z_dim": 16},
     "2.2": vae_config("2.2") | {"base_dim": 160, "decoder_base_dim": 256, "z_dim": 48},

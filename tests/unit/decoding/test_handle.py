@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -443,6 +446,68 @@ def test_input_of_another_dtype_than_the_weights_is_the_framework_s_own_error(ve
     with torch.no_grad(), pytest.raises(RuntimeError, match=f"^{re.escape(str(expected.value))}$"):
         getattr(vae, verb)(given)
     handle.remove()
+
+
+@pytest.mark.parametrize("verb", ["decode", "encode"])
+@pytest.mark.parametrize("given", [None, np.zeros((1, 4, 1, 5, 7), np.float32)], ids=["None", "array"])
+def test_input_that_is_no_tensor_is_the_framework_s_own_error(
+    verb: str, given: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    vae = make_vae("2.1")
+    with pytest.raises(Exception) as expected:
+        getattr(vae, verb)(given)
+    handle = (parallelize_decode if verb == "decode" else parallelize_encode)(vae, raise_failures=True)
+    with pytest.raises(expected.type, match=f"^{re.escape(str(expected.value))}$"):
+        getattr(vae, verb)(given)
+    handle.remove()
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said.endswith(f"is a {type(given).__module__}.{type(given).__qualname__}")
+
+
+def test_latents_of_fast_operators_lie_as_the_framework_s_and_take_a_view() -> None:
+    vae, video = make_vae("2.1", torch.bfloat16), make_video(5, 48, 64, dtype=torch.bfloat16)
+    expected = encode(vae, video)
+    handle = parallelize_encode(vae, strict=False)
+    found = encode(vae, video)
+    handle.remove()
+    assert found.stride() == expected.stride()
+    assert torch.allclose(found.view(-1), expected.view(-1), atol=0.05)
+
+
+def test_call_computes_with_the_device_of_its_input_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device, which is the first one in a thread and behind `.to("cuda:1")`."""
+    current: list[torch.device] = []
+    seen: list[list[torch.device]] = []
+
+    @contextmanager
+    def device_of(given: torch.Tensor) -> Iterator[None]:
+        current.append(given.device)
+        yield
+        current.pop()
+
+    def watched(method: Any) -> Any:
+        return lambda *args, **kwargs: (seen.append(list(current)), method(*args, **kwargs))[1]
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    for owner, name in ((ParallelVae, "_facts"), (run.CallRun, "_execute")):
+        monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
+    vae, latent = make_vae("2.1"), make_latent(1)
+    ParallelVae(read_graph(vae))(latent)
+    assert seen == [[latent.device], [latent.device]]
+
+
+def test_connections_of_another_device_are_closed_by_the_call_that_moved() -> None:
+    """As of a VAE that decodes on the CPU first and on a GPU later; another device stands in for the CPU."""
+    vae, latent = make_vae("2.1"), make_latent(1)
+    parallel = ParallelVae(read_graph(vae))
+    parallel(latent)
+    comm, peers = parallel._connect(latent.device), object()
+    comm._peers, comm.device = peers, torch.device("meta")
+    parallel(latent)
+    assert (comm._peers, comm.device) == (None, latent.device)
+    comm._peers = peers
+    parallel(latent)
+    assert comm._peers is peers
 
 
 def test_fast_under_autocast_computes_and_answers_in_its_dtype() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.distributed.decoding.tiny import make_latent, make_vae
 from tests.forked_child import in_forked_child
-from wanshim.core.decoding import call, read_graph, vae_cache
+from wanshim.core.decoding import Graph, call, read_graph, vae_cache
 from wanshim.errors import RankAbsent
 
 
@@ -70,6 +73,20 @@ def test_one_process_is_a_group_of_one_where_that_gains(monkeypatch: pytest.Monk
         assert torch.equal(cache.run(vae, latent, vae_cache.VaeOptions()).clamp(-1, 1), expected)
     assert cache.plan is not None
     assert cache.plan.mode == "single"
+
+
+def test_threads_that_come_first_at_once_share_one_decoder() -> None:
+    """As two requests to a service that has just started: decoders of their own would compute at once with one VAE."""
+    both = threading.Barrier(2)
+
+    def read(vae: Any) -> Graph:
+        both.wait(60)
+        return read_graph(vae)
+
+    cache, vae = vae_cache.VaeCache(read), make_vae("2.1")
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(lambda _: cache._of(vae, None, vae_cache.VaeOptions()), range(2))
+    assert first is second
 
 
 def test_gain_of_one_process_is_that_of_the_operators_for_cuda() -> None:

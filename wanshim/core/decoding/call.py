@@ -132,7 +132,10 @@ class ParallelVae:
             RanksFailed: a rank failed on the way.
         """
         comm, engines = self._connect(given.device), self.operators.engines_on(given.device)
-        with comm.alone(), contextlib.nullcontext() if engines is None else engines.call():
+        # Kernels and events are of the current device, which in a thread, or behind .to("cuda:1"), is another one.
+        on_device = torch.cuda.device_of(given)
+        with comm.alone(), on_device, contextlib.nullcontext() if engines is None else engines.call():
+            comm.move_to(given.device)
             state = self._state(given)
             facts = self._meet(comm, self._facts(comm, given, state, tiles, lean))
             job = self._agree(comm, given, state, facts, tiles, lean)
@@ -190,13 +193,14 @@ class ParallelVae:
 
     def refuse_traced(self, *given: Any) -> None:
         """Raise VaeFallback where more is wanted than values: gradients of the input or of the weights, for which a
-        call keeps no graph, or what `traced_by` or a tensor of another class, such as a fake one, makes of a step."""
+        call keeps no graph, or what `traced_by` or a tensor of another class, such as a fake one, makes of a step; and
+        where the input, the first of what is given, is no tensor, of which the framework says what it wants."""
         tensors = [x for x in given if isinstance(x, torch.Tensor)]
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             raise VaeFallback(f"the {self.graph.source} wants gradients")
         if (traced := traced_by()) is not None:
             raise VaeFallback(f"the {self.graph.verb} is called inside {traced}")
-        strange = [type(x) for x in tensors if type(x) not in (torch.Tensor, torch.nn.Parameter)]
+        strange = [type(x) for x in (*given[:1], *tensors) if type(x) not in (torch.Tensor, torch.nn.Parameter)]
         if strange:
             raise VaeFallback(f"the {self.graph.source} is a {strange[0].__module__}.{strange[0].__qualname__}")
         if self.graph.framework is not None and self.graph.framework.trains():

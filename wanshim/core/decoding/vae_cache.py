@@ -74,7 +74,7 @@ def held_alone() -> AbstractContextManager[None]:
 
 def gains_alone(given: torch.Tensor) -> bool:
     """Whether the operators are faster than the framework's own where one process computes all."""
-    return given.is_cuda
+    return isinstance(given, torch.Tensor) and given.is_cuda
 
 
 def _alone(group: Any) -> str | None:
@@ -180,12 +180,11 @@ class VaeCache:
     def _of(self, vae: Any, group: Any, options: VaeOptions) -> ParallelVae:
         parallel = self._made.get(vae)
         framework = None if parallel is None else parallel.graph.framework
-        if parallel is not None and framework is not None and framework.replaced():
+        replaced = framework is not None and framework.replaced()
+        if parallel is not None and (replaced or parallel.options != options or parallel.group is not group):
             parallel.release()
+            self._made.pop(vae, None)
             parallel = None
-        if parallel is None or parallel.options != options or parallel.group is not group:
-            if parallel is not None:
-                parallel.release()
-            parallel = ParallelVae(self._read(vae), group, options)
-            self._made[vae] = parallel
+        if parallel is None:  # threads that come at once get the same one, where their calls take turns
+            parallel = self._made.setdefault(vae, ParallelVae(self._read(vae), group, options))
         return parallel

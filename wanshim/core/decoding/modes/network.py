@@ -276,11 +276,11 @@ class VaeRun:
         return decode_chunk(self.graph, self.ops, part, first=first)
 
     def close(self) -> torch.Tensor | None:
-        """The whole output, on a rank that receives it."""
+        """The whole output, on a rank that receives it; contiguous, for callers take views of it."""
         output = self.sink.close()
         if output is None or not isinstance(self.graph, EncoderGraph):
             return output
-        return self.ops.quant(self.graph.quant, output)
+        return self.ops.quant(self.graph.quant, output).contiguous()
 
     def whole_picture(self, rank: int) -> Region:
         """All rows and columns, computed by `rank`."""

@@ -198,6 +198,12 @@ class Comm:
             raise PeerLost("connect", first_line(error)) from error
         self._link = link
 
+    def move_to(self, device: torch.device) -> None:
+        """Send tensors of `device` from now on: connections are of one."""
+        if device != self.device:
+            self.close(idle=True)
+            self.device = device
+
     def abandon(self) -> None:
         """Wake this rank where it waits for another one, which is gone. Any thread may call it; the ranks of a
         `LocalStore` alone have somebody who knows."""
