@@ -88,7 +88,8 @@ def without_management(model: Any) -> Iterator[None]:
 
 
 def _limit(model: Any) -> float:
-    """GiB of its device that may be in use while layers of a model are prepared there, where they then stay."""
+    """GiB of its device that may be in use while layers of a model are prepared there, where they then stay: without
+    a limit all, and 0 if they are prepared elsewhere."""
     layers = wrappers(model)
     if not layers or any(str(each.preparing_device) != str(each.computation_device) for each in layers):
         return 0

@@ -133,40 +133,130 @@ def test_a_forked_process_has_no_memory_of_one_process() -> None:
 class Waiting:
     """In place of the events of CUDA, which the CPU has not: each forward waited so long for weights."""
 
-    def __init__(self, share: float) -> None:
-        self.share = share
+    def __init__(self, share: float, room: int) -> None:
+        self.share, self.room = share, room
+        self.asked: list[tuple[int, int]] = []
+        self.has_kept = False
 
     def begin_forward(self) -> float:
         return self.share
 
+    def may_keep(self, size: int, most: int) -> int:
+        self.asked.append((size, most))
+        return min(self.room, most)
 
-@pytest.mark.parametrize(("share", "room", "loads"), [(0.5, 9, 0), (0.5, 3, 5), (0.5, 0, 8), (0.02, 9, 8)])
+    def on_kept(self) -> None:
+        self.has_kept = True
+
+
+def compute_waiting(model: Model, waits: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Ring, Any]:
+    rings: list[Ring] = []
+    monkeypatch.setattr(host_copy_module, "Ring", lambda *given: rings.append(Ring(*given)) or rings[0])
+    copy = HostCopy.of(model, shared=False)
+    copy.wait()
+    attached = compute_from(copy, model, CPU, waits)
+    return rings[0], attached
+
+
+@pytest.mark.parametrize(("share", "room", "loads"), [(0.5, 9, 0), (0.5, 3, 5), (0.5, 0, 8), (0.05, 9, 8)])
 def test_as_many_blocks_stay_as_have_room_if_forwards_wait_for_them(
     share: float, room: int, loads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rings: list[Ring] = []
-    monkeypatch.setattr(ring, "_waits_of", lambda device: Waiting(share))
-    monkeypatch.setattr(host_copy_module, "Ring", lambda *given: rings.append(Ring(*given)) or rings[0])
-    model, asked = made(), list[tuple[int, int]]()
+    model, waits = made(), Waiting(share, room)
     assert len(model.blocks) == 8
     expected = outputs(model)
-    copy = HostCopy.of(model, shared=False)
-    copy.wait()
-
-    def may_keep(size: int, most: int) -> int:
-        asked.append((size, most))
-        return min(room, most)
-
-    attached = compute_from(copy, model, CPU, may_keep)
+    found, attached = compute_waiting(model, waits, monkeypatch)
     assert all(map(torch.equal, outputs(model), expected))
-    before = rings[0].count.loads
+    before = found.count.loads
     assert all(map(torch.equal, outputs(model), expected))
-    assert rings[0].count.loads - before == 2 * loads  # two forwards
-    assert rings[0].count.late == 1  # the first block; what takes turns comes ahead of use
-    assert asked == [(max(layout.num_bytes for layout in rings[0].blocks), 6)] * (share > 0.05)
+    assert found.count.loads - before == 2 * loads  # two forwards
+    assert found.count.late == 1  # the first block; what takes turns comes ahead of use
+    assert waits.asked == [(max(layout.num_bytes for layout in found.blocks), 6)] * (share > 0.1)
+    assert waits.has_kept is (loads < 8)
     attached.remove()
     assert all(map(torch.equal, outputs(model), expected))
-    assert all(copy.offset(p) is not None for p in model.blocks.parameters())
+    places = [block.on(found.host.memory) for block in found.blocks]
+    assert all(any(_lies_in(p, place) for place in places) for p in model.blocks.parameters())
+
+
+def _lies_in(weight: torch.Tensor, place: torch.Tensor) -> bool:
+    return 0 <= weight.data_ptr() - place.data_ptr() < place.nbytes
+
+
+def test_as_many_blocks_stay_as_the_device_then_has_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, waits = made(), Waiting(0.5, 9)
+    expected, empty, left = outputs(model), torch.empty, [2]
+    found, attached = compute_waiting(model, waits, monkeypatch)
+
+    def limited(*given: Any, **how: Any) -> torch.Tensor:
+        if how.get("dtype") is torch.uint8:
+            left[0] -= 1
+            if left[0] < 0:
+                raise torch.OutOfMemoryError("none left")
+        return empty(*given, **how)
+
+    monkeypatch.setattr(torch, "empty", limited)
+    assert all(map(torch.equal, [*outputs(model), *outputs(model)], [*expected, *expected]))
+    assert len(found._own) == 2
+    assert waits.has_kept
+    attached.remove()
+
+
+def test_what_stays_of_a_call_in_inference_mode_serves_one_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made()
+    expected = outputs(model)
+    found, attached = compute_waiting(model, Waiting(0.5, 9), monkeypatch)
+    with torch.inference_mode():
+        outputs(model)
+    found.release()  # slots are filled anew
+    assert all(map(torch.equal, outputs(model), expected))
+    attached.remove()
+
+
+class Clock:
+    """In place of CUDA's streams and events: events are done up to `done`, and end at the time of their record."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.done = 0.0, True
+        clock = self
+
+        class Event:
+            def record(self, stream: object) -> None:
+                self.at = clock.now
+
+            def query(self) -> bool:
+                return clock.done
+
+            def elapsed_time(self, end: Event) -> float:
+                return end.at - self.at
+
+        class Stream:
+            def wait_event(self, ready: float) -> None:
+                clock.now = max(clock.now, ready)
+
+        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event())
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+
+    def forward(self, waits: ring.Waits, waiting: float, computing: float) -> float:
+        share = waits.begin_forward()
+        for _ in range(2):
+            waits.wait(self.now + waiting / 2)  # type: ignore[arg-type]
+            self.now += computing / 2
+        return share
+
+
+def test_share_of_waiting_is_that_of_the_forward_that_was_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, waits = Clock(monkeypatch), ring.Waits(CPU, lambda *_: 0, lambda: None)
+    assert clock.forward(waits, 90, 10) == 0  # the first, whose weights nobody has asked for ahead
+    assert clock.forward(waits, 1, 3) == 0
+    clock.done = False
+    assert clock.forward(waits, 90, 10) == 0  # the device has not computed the second yet
+    clock.done = True
+    assert clock.forward(waits, 30, 10) == 0.25
+    assert clock.forward(waits, 0, 10) == 0.75
+    waits.begin_anew()
+    assert clock.forward(waits, 90, 10) == clock.forward(waits, 0, 10) == 0
+    assert clock.forward(waits, 0, 10) == 0
 
 
 def test_a_forward_is_not_timed_before_all_pages_are_locked() -> None:

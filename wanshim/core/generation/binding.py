@@ -71,7 +71,7 @@ class Offload:
         ends: objects and the names of their methods before which the streams end: those by which that offload moves
             models between their forwards, and what needs the device's memory next.
         keeps: whether it keeps the weights in host memory between calls, as files do not need to be.
-        room: bytes more of the device that it would let a model have from forward to forward.
+        room: bytes more of the device that it would let a model have from forward to forward; it may be less than 0.
     """
 
     before: Callable[[nn.Module], Moved | None]

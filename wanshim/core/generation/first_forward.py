@@ -61,7 +61,7 @@ def compare(
     *,
     whole: bool,
     together: Mapping[tuple[int, ...], Callable[[Any, Any, float], Any]],
-) -> None:
+) -> bool:
     """Have the first workers, which hold the forward's modules, compute it on a few tokens, at the same time as this
     process: weights may still be on their way to host memory, and kernels be compiled. If the program has compiled it,
     they compute behind this process: the compiler takes the fastest of several kernels, and then they find its choice.
@@ -71,6 +71,9 @@ def compare(
         together: by the ranks of processes over which tokens go, what these compute together: from arguments, and
             what tokens are that have not arrived.
 
+    Returns:
+        Whether forwards were computed: these had not been compared before.
+
     Raises:
         NotShared: one of them cannot, or a result is another than this process's, of tokens by more than rounding.
     """
@@ -78,10 +81,11 @@ def compare(
     sizes = tuple(t.shape for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and whole)
     found = (*sizes, *together)
     if forward.few is None or all(found in each for each in proven):
-        return
+        return False
     _check(workers, count, forward, args, kwargs, whole, together)
     for each in proven:
         each.add(found)
+    return True
 
 
 def _check(

@@ -13,6 +13,7 @@ from torch import nn
 
 from wanshim.core.streaming import HostCopy, bytes_when_streamed, compute_from
 from wanshim.core.streaming.host_copy import Moved
+from wanshim.core.streaming.ring import Waits, waits_on
 from wanshim.undo import Undo
 
 from .binding import Forward, PipelineBinding
@@ -70,7 +71,7 @@ class OwnStreams:
         device: on which they compute.
         without_replacements: a context in which the script's objects have nothing of this call.
         placed: what is replaced, for that context: the last of each entry is what the script has there.
-        may_keep: of a model, and as of `Ring`.
+        may_keep, on_kept: of a model, and as of `Waits`.
     """
 
     def __init__(
@@ -80,12 +81,14 @@ class OwnStreams:
         without_replacements: Callable[[], AbstractContextManager[object]],
         placed: list[tuple[Any, str, Any, dict[str, Any]]],
         may_keep: Callable[[nn.Module, int, int], int],
+        on_kept: Callable[[], None],
     ) -> None:
         self._binding, self._device, self._placed = binding, device, placed
-        self._may_keep = may_keep
+        self._may_keep, self._on_kept = may_keep, on_kept
+        self._waits: list[Waits] = []
         self._without_replacements = without_replacements
         self._attached = Undo()
-        self.models: list[nn.Module] = []  # of the forward now
+        self._models: list[nn.Module] = []
         self._brought: list[tuple[nn.Module, HostCopy | None]] = []
         self._are_streamed = False
 
@@ -102,9 +105,9 @@ class OwnStreams:
         Raises:
             PlacementInvalid, HostMemoryInvalid: as `host_copy`.
         """
-        if [*map(id, models)] != [*map(id, self.models)]:
+        if [*map(id, models)] != [*map(id, self._models)]:
             self.end()
-            self.models = models
+            self._models = models
             for module in models:
                 self._bring(module, shared)
         return self._brought
@@ -140,8 +143,8 @@ class OwnStreams:
 
     def end(self) -> None:
         """Give the models back to the script's offload. Safe to call twice."""
-        models, self.models = self.models, []
-        self._brought, self._are_streamed = [], False
+        models, self._models = self._models, []
+        self._brought, self._waits, self._are_streamed = [], [], False
         try:
             if models:
                 with self._without_replacements():
@@ -152,6 +155,11 @@ class OwnStreams:
             if self._binding.offload is not None and not self._binding.offload.keeps:
                 for model in models:
                     _COPIES.pop(model, None)
+
+    def time_anew(self) -> None:
+        """The forwards until now were none of the loop's, but a comparison's of a few tokens."""
+        for waits in self._waits:
+            waits.begin_anew()
 
     def _bring(self, module: nn.Module, shared: bool) -> None:
         offload = self._binding.offload
@@ -175,7 +183,9 @@ class OwnStreams:
 
     def _attach(self, module: nn.Module, copy: HostCopy | None) -> None:
         with self._without_replacements():
-            streams = compute_from(copy, module, self._device, partial(self._may_keep, module))
+            waits = waits_on(self._device, partial(self._may_keep, module), self._on_kept)
+            self._waits += [] if waits is None else [waits]
+            streams = compute_from(copy, module, self._device, waits)
             self._attached.add(streams.remove)
             self._attached.set(module, {"_apply": self._ending(module)})
 

@@ -25,7 +25,7 @@ class GenerationPlan:
         devices: that are used, the pipeline's own first.
         replaces_offload: the first GPU has blocks of the models as they are needed, from host memory, in place of the
             script's own offload.
-        keeps_streamed: as many as have room stay there from forward to forward, which would wait for them.
+        keeps_streamed: as many of them as have room stay there from forward to forward, which would wait for them.
         streamed: the other GPUs have blocks of the models as they are needed, from host memory.
         peaks: predicted bytes of models and forwards on each device; empty where they are not known.
         rejected: by way, why it was not taken.

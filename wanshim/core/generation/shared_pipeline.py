@@ -259,10 +259,10 @@ class _Call:
         self._waiting: tuple[Forward, Any, list[RemoteCall], Any] | None = None
         self.is_busy = False  # a worker computes a forward whose result nobody has
         self._has_ended = False
-        self._streams = OwnStreams(binding, devices[0], self._without_replacements, self._placed, self._may_keep)
+        self._streams = OwnStreams(
+            binding, devices[0], self._without_replacements, self._placed, self._may_keep, self._on_kept
+        )
         self._working: int | None = None  # bytes of a forward beside the models
-        self._kept: dict[int, int] = {}  # by ids of models, bytes that stay of them beside their turns
-        self._most_kept = 0  # of models that compute together
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
@@ -409,7 +409,7 @@ class _Call:
             self._streams.end()
             logger.warning("wanshim: %s keeps the script's offload: %s", self._binding.name, cause_of(error))
             rejected = {**self._plan.rejected, "streaming in place of the script's offload": cause_of(error)}
-            self._plan = replace(self._plan, replaces_offload=False, rejected=rejected)
+            self._plan = replace(self._plan, replaces_offload=False, keeps_streamed=False, rejected=rejected)
             self._shared.planned(self._plan)
             return own
         self._shared.has_streamed = True
@@ -420,20 +420,18 @@ class _Call:
         turns: as far as the script's offload lets it, and the forward has room beside them."""
         assert self._plan is not None
         assert self._binding.offload is not None
-        device, free = str(self._devices[0]), free_bytes(self._devices[0])
-        if free is None or self._working is None:
+        free = free_bytes(self._devices[0])
+        # Processes with tokens of the same forward wait for the one that streams longest.
+        if free is None or self._working is None or (self._plan.streamed and self._plan.sequence > 1):
             return 0
         room = min(free - self._working * (1 + _SPARE_SHARE) - _SPARE_BYTES, self._binding.offload.room(module))
-        count = max(0, min(most, int(room // size)))
-        if count:
-            self._kept[id(module)] = count * size
-            together = sum(self._kept.get(id(each), 0) for each in self._streams.models)
-            more = max(0, together - self._most_kept)
-            self._most_kept += more
-            peaks = {name: peak + more * (name == device) for name, peak in self._plan.peaks.items()}
-            self._plan = replace(self._plan, keeps_streamed=True, peaks=peaks)
-            self._shared.planned(self._plan)
-        return count
+        return max(0, int(min(most, room // size)))
+
+    def _on_kept(self) -> None:
+        assert self._plan is not None
+        peaks = {device: peak for device, peak in self._plan.peaks.items() if device != str(self._devices[0])}
+        self._plan = replace(self._plan, keeps_streamed=True, peaks=peaks)
+        self._shared.planned(self._plan)
 
     def _share_vae(self, vae: Any, verb: str, undo: Undo) -> None:
         """Let the processes of the plan decode or encode together."""
@@ -611,7 +609,8 @@ class _Call:
                 whole = forward.is_compiled or (self._shared.request.fast_forwards and self._plan.sequence == 1)
                 halves = map(self._half, range(self._plan.guidance) if self._plan.sequence > 1 else ())
                 together = {each.ranks: partial(self._over_tokens, forward, each) for each in halves}
-                compare(workers, self._plan.gpus - 1, forward, args, kwargs, whole=whole, together=together)
+                if compare(workers, self._plan.gpus - 1, forward, args, kwargs, whole=whole, together=together):
+                    self._streams.time_anew()
         return self._calls(forward, half, *forward.as_sent(args, kwargs))
 
     def _over_tokens(self, forward: Forward, half: tokens.Half, args: Any, kwargs: Any, late: float) -> Any:

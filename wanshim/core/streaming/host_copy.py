@@ -35,7 +35,7 @@ from wanshim.core.shared.host_memory import (
 from wanshim.core.shared.weight_bytes import num_bytes, stored_bytes, tensors
 from wanshim.core.streaming.block_weights import BlockWeights, Weight, bounds_of, owners, room, strides, used_once
 from wanshim.core.streaming.plan import SLOTS
-from wanshim.core.streaming.ring import MayKeep, Ring
+from wanshim.core.streaming.ring import Ring, Waits
 from wanshim.errors import HostMemoryInvalid, PlacementInvalid
 from wanshim.undo import Undo
 
@@ -258,7 +258,7 @@ class HostCopy:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all weights have come, and no page is being locked."""
+        """Whether no weight is on its way, and no page is being locked."""
         return all(map(self.has, range(len(self.bounds)))) and not (self._locking and self._locking.is_alive())
 
     @property
@@ -297,14 +297,12 @@ def _state_bytes(bounds: Sequence[tuple[int, int]]) -> int:
     return -(-len(bounds) // PAGE) * PAGE
 
 
-def compute_from(
-    copy: HostCopy | None, model: nn.Module, device: torch.device, may_keep: MayKeep | None = None
-) -> Undo:
+def compute_from(copy: HostCopy | None, model: nn.Module, device: torch.device, waits: Waits | None = None) -> Undo:
     """Let the model compute on `device` with its blocks' weights coming from the copy ahead of use.
 
     Args:
         copy: None: all of the model comes to the device.
-        may_keep: as of `Ring`.
+        waits: as of `Ring`.
 
     Returns:
         An Undo, whose `remove` gives each tensor back the memory that it had.
@@ -330,7 +328,7 @@ def compute_from(
                 for at, layout in enumerate(layouts):
                     undo.add(partial(_to_rest, copy, at, layout))
                 copy.lock(device)
-                Ring(layouts, copy, device, SLOTS, may_keep).attach(find_blocks(model)[1], undo)
+                Ring(layouts, copy, device, SLOTS, waits).attach(find_blocks(model)[1], undo)
     except BaseException:
         undo.remove()
         raise

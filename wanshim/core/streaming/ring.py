@@ -4,7 +4,7 @@ Method: a ring of device buffers filled from page-locked memory, as block swap i
 (its PR 972 streams one way only, since frozen weights need no way back); here the host's copy is one for
 all ranks, and a checkpoint's recomputation is what turns the direction round.
 
-A forward may be so short that the device waits for its weights. As many blocks as there is memory for then stay.
+A forward without gradients may be so short that the device waits for its weights. Blocks then stay, as `Waits` allows.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from wanshim.core.shared.gpu_memory import release_cached
 from wanshim.core.streaming.block_weights import BlockWeights
 from wanshim.core.streaming.plan import streamed_blocks
 from wanshim.errors import WanshimError
@@ -36,8 +37,7 @@ class StreamCount:
     late: int = 0
 
 
-WAITED = 0.05  # of a forward, from which on slots of their own are worth their memory
-MayKeep = Callable[[int, int], int]
+WAITED = 0.1  # of a forward, from which on slots of their own are worth their memory
 
 
 @dataclass(eq=False)
@@ -49,15 +49,30 @@ class Slot:
 
 class Waits:
     """The share of a forward in which a CUDA device waited for weights. It computes behind the program, so a forward is
-    read some time after it was issued; those in between are not timed."""
+    read some time after it was issued; those in between are not timed, nor is the first. Copies from memory that is not
+    page-locked hold the program, and are not seen.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        may_keep: called once, if a forward waited, with the bytes of a slot and how many more would do; returns how
+            many there may be.
+        on_kept: called when blocks have slots of their own.
+    """
+
+    def __init__(self, device: torch.device, may_keep: Callable[[int, int], int], on_kept: Callable[[], None]) -> None:
+        self.may_keep, self.on_kept = may_keep, on_kept
         self._device = device
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forget the forwards until now, which are not those that count."""
         self._events: list[torch.cuda.Event] = []  # the begin, before and behind each wait, and the end
-        self._is_whole = False
+        self._is_first, self._is_whole = True, False
 
     def begin_forward(self) -> float:
         """The share of the forward that was timed, once it has ended, and the next one is timed; else 0."""
+        if self._is_first:
+            self._is_first = False
+            return 0.0
         if not self._is_whole:
             self._is_whole = bool(self._events)
             self._note()
@@ -84,12 +99,16 @@ class Waits:
         self._events.append(event)
 
 
+def waits_on(device: torch.device, may_keep: Callable[[int, int], int], on_kept: Callable[[], None]) -> Waits | None:
+    """None: elsewhere than on CUDA nothing waits."""
+    return Waits(device, may_keep, on_kept) if device.type == "cuda" else None
+
+
 class Ring:
     """Blocks by their index among the streamed ones. Used by one thread at a time.
 
     Args:
-        may_keep: called once, if forwards wait for weights, with the bytes of a slot and how many more would do;
-            returns how many there may be. Each is one block's for good.
+        waits: of the forwards to come; None: no block stays.
     """
 
     def __init__(
@@ -98,7 +117,7 @@ class Ring:
         host: HostCopy,
         device: torch.device,
         slots: int,
-        may_keep: MayKeep | None = None,
+        waits: Waits | None = None,
     ) -> None:
         self.blocks = blocks
         self.host = host
@@ -108,7 +127,7 @@ class Ring:
         size = max(block.num_bytes for block in blocks)
         self.slots = [Slot(torch.empty(size, dtype=torch.uint8, device=device)) for _ in range(slots)]
         self._own: dict[int, Slot] = {}  # by block
-        self._may_keep, self._waits = may_keep, None if may_keep is None else _waits_of(device)
+        self._waits = waits
         self._loads = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._compute: torch.cuda.Stream | None = None
         self._task = -1
@@ -148,7 +167,7 @@ class Ring:
             (stream.wait_event if self._waits is None else self._waits.wait)(slot.ready)
         self.blocks[index].bind(slot.memory)
         ahead = self._next(index, backward)
-        while ahead in self._own and ahead != index and self._holding(ahead) is not None:
+        while ahead != index and ahead in self._own and self._own[ahead].index == ahead:
             ahead = self._next(ahead, backward)
         self._prefetch(ahead, index)
 
@@ -166,12 +185,16 @@ class Ring:
             return
         if self._waits.begin_forward() <= WAITED:
             return
-        may_keep, self._may_keep, self._waits = self._may_keep, None, None
+        waits, self._waits = self._waits, None
         total, size, more = len(self.blocks), self.slots[0].memory.numel(), len(self.blocks) - len(self.slots)
-        count = may_keep(size, more) if may_keep is not None and more > 0 else 0
+        count = waits.may_keep(size, more) if more > 0 else 0
         turns = streamed_blocks(total, total - count)
-        with suppress(torch.OutOfMemoryError):
-            self._own = {at: Slot(torch.empty_like(self.slots[0].memory)) for at in range(total) if at not in turns}
+        release_cached(self.device)  # what stays is not put among memory that a larger tensor could have
+        with torch.inference_mode(False), suppress(torch.OutOfMemoryError):
+            for at in sorted(set(range(total)).difference(turns)):
+                self._own[at] = Slot(torch.empty(size, dtype=torch.uint8, device=self.device))
+        if self._own:
+            waits.on_kept()
 
     def _next(self, index: int, backward: bool) -> int:
         if backward:
@@ -251,10 +274,6 @@ class Ring:
                 hint="Checkpoint blocks singly",
             )
         self._task, self._lowest = task, index if task != -1 else len(self.blocks)
-
-
-def _waits_of(device: torch.device) -> Waits | None:
-    return Waits(device) if device.type == "cuda" else None
 
 
 def _after(first: Callable[[], None], call: Callable[..., Any]) -> Callable[..., Any]:
