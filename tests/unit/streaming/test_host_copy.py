@@ -183,6 +183,18 @@ def _lies_in(weight: torch.Tensor, place: torch.Tensor) -> bool:
     return 0 <= weight.data_ptr() - place.data_ptr() < place.nbytes
 
 
+@torch.no_grad()
+def test_blocks_that_stay_give_the_next_one_their_time_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made()
+    found, attached = compute_waiting(model, Waiting(0.5, 3), monkeypatch)
+    model(data(0))
+    turns = [index for index in range(8) if index not in found._own]
+    for index, following in zip(turns, [*turns[1:], turns[0]], strict=True):
+        found.acquire(index)
+        assert found._holding(following) is not None
+    attached.remove()
+
+
 def test_as_many_blocks_stay_as_the_device_then_has_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
     model, waits = made(), Waiting(0.5, 9)
     expected, empty, left = outputs(model), torch.empty, [2]
