@@ -416,8 +416,8 @@ class _Call:
         return compute
 
     def _may_keep(self, module: nn.Module, size: int, most: int) -> int:
-        """How many slots of so many bytes, at most `most`, a model may have beside those in which its blocks take
-        turns: as far as the script's offload lets it, and the forward has room beside them."""
+        """The number of slots of so many bytes, at most `most`, that a model may have beside those in which its blocks
+        take turns: as far as the script's offload lets it, and the forward has room beside them."""
         assert self._plan is not None
         assert self._binding.offload is not None
         free = free_bytes(self._devices[0])
