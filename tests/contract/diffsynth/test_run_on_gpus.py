@@ -552,6 +552,7 @@ import torch.distributed as dist
 destroy, abort = dist.destroy_process_group, dist.distributed_c10d._abort_process_group
 dist.distributed_c10d._abort_process_group = lambda: (print("left", flush=True), abort())
 dist.init_process_group("gloo")
+dist.barrier()  # else one may leave before the other is connected with it
 if sys.argv[1] == "forks":
     if os.fork() == 0:
         sys.exit()
