@@ -208,7 +208,10 @@ class Ring:
             self._load(self._victim(current, index), index)
 
     def _holding(self, index: int) -> Slot | None:
-        return next((slot for slot in (*self.slots, *self._own.values()) if slot.index == index), None)
+        own = self._own.get(index)  # not yet filled where the block still lies in a slot of the turns
+        if own is not None and own.index == index:
+            return own
+        return next((slot for slot in self.slots if slot.index == index), None)
 
     def _victim(self, current: int, wanted: int) -> Slot:
         """Its own slot, an empty one, or that whose block is farthest from here; never that of the block at work."""
