@@ -24,8 +24,6 @@ MIN_BYTES = 2**20  # smaller tensors stay on the GPU
 
 def offload_asked(call: TrainingCall, read: settings.Settings) -> bool:
     """Whether wanshim is to offload in this call of a training task: by its own setting or DiffSynth's option."""
-    if _is_s2v(call):
-        return False
     return read.offload == "on" or (read.offload == "auto" and call.facts.offloading)
 
 
@@ -70,13 +68,7 @@ def refusal(call: TrainingCall) -> str | None:
     """Why checkpoints cannot be offloaded in this training job, or None."""
     if getattr(call.accelerator.state, "deepspeed_plugin", None) is not None:
         return "DeepSpeed checkpoints by itself, see cpu_checkpointing in its configuration"
-    if _is_s2v(call):
-        return "S2V's checkpoints are recognised by their inputs, and an offloaded one comes back as another tensor"
     return None
-
-
-def _is_s2v(call: TrainingCall) -> bool:
-    return type(call.dit).__name__ == "WanS2VModel"
 
 
 def _apply(run: Run, row: Row) -> None:

@@ -2,7 +2,10 @@
 
 DiffSynth checkpoints the audio injection as `lambda x: dit.after_transformer_block(block_id, x, ...)`. The
 method writes into `x`, which autograd still needs: backward raises. And `block_id` is looked up when the
-lambda runs, so in backward every block would be computed again as the last one: wrong gradients, silently.
+lambda runs, so in backward every block would be computed again as the last one: wrong gradients, silently. With
+checkpoints on the host, as DiffSynth's own script has them, nothing raises and the gradients are wrong.
+
+A checkpoint computes again when backward comes to a node of its first graph; each node carries its block's number.
 """
 
 from __future__ import annotations
@@ -16,35 +19,44 @@ from wanshim.patching import Feature, Seam, SeamState
 if TYPE_CHECKING:
     import torch
 
+NUMBER = "wanshim.s2v_checkpointing"  # in a node's metadata
+
 
 def _inject_out_of_place(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
-    numbers: Any = None  # input tensor -> the block it was first injected behind
-
     def after_transformer_block(
         self: Any, block_idx: int, hidden_states: torch.Tensor, *args: object, **kwargs: object
     ) -> Any:
         if not seam.enter():
             return original(self, block_idx, hidden_states, *args, **kwargs)
         import torch
-        from torch.utils.weak import WeakTensorKeyDictionary
 
-        nonlocal numbers
-        if numbers is None:
-            numbers = WeakTensorKeyDictionary()
-        if torch._C._current_graph_task_id() == -1:
-            numbers[hidden_states] = block_idx
-        else:  # a checkpoint runs the injection again, with the tensor it was first given
-            if hidden_states not in numbers:
-                raise WanshimError(
-                    "S2V's injection is computed again for a tensor that it was not given in forward: the block it "
-                    "belongs to is not known, and the last one's would give wrong gradients",
-                    expected="checkpoints that stay on the GPU",
-                    hint="Leave --use_gradient_checkpointing_offload out",
-                )
-            block_idx = numbers[hidden_states]
-        return original(self, block_idx, hidden_states.clone(), *args, **kwargs)
+        node = torch._C._current_autograd_node()
+        if node is None:
+            begin = torch._C._autograd._get_sequence_nr()
+            result = original(self, block_idx, hidden_states.clone(), *args, **kwargs)
+            _number_nodes(result.grad_fn, begin, block_idx)
+            return result
+        if NUMBER not in node.metadata:
+            raise WanshimError(
+                "S2V's injection is computed again for a node of the graph that it did not make: the block it "
+                "belongs to is not known, and the last one's would give wrong gradients",
+                expected="checkpoints by torch.utils.checkpoint with use_reentrant=False",
+                hint="Train without DeepSpeed's own checkpointing",
+            )
+        return original(self, node.metadata[NUMBER], hidden_states.clone(), *args, **kwargs)
 
     return after_transformer_block
+
+
+def _number_nodes(last: Any, begin: int, number: int) -> None:
+    """Mark the nodes of an injection, those made since `begin`: of these alone a checkpoint has tensors to give."""
+    waiting = [last]
+    while waiting:
+        node = waiting.pop()
+        is_leaf = node is None or not node.next_functions
+        if not is_leaf and node._sequence_nr() >= begin and node.metadata.get(NUMBER) != number:
+            node.metadata[NUMBER] = number
+            waiting.extend(each for each, _ in node.next_functions)
 
 
 FEATURE = Feature(

@@ -180,9 +180,9 @@ def test_deepspeed_is_refused_with_its_own_option(monkeypatch: pytest.MonkeyPatc
         train(tmp_path)
 
 
-@pytest.mark.parametrize("name", [name for name in variants.MAKERS if name != "s2v"])
+@pytest.mark.parametrize("name", variants.MAKERS)
 def test_variant_gives_the_same_loss_and_gradients_offloaded(name: str) -> None:
-    """All but S2V, which is refused."""
+    wanshim.activate("none,diffsynth.s2v_checkpointing")
     expected = step(variants.tiny(name, "cpu"), use_gradient_checkpointing=True)
     said: list[str] = []
     with Undo() as undo:
@@ -190,16 +190,3 @@ def test_variant_gives_the_same_loss_and_gradients_offloaded(name: str) -> None:
         found = step(variants.tiny(name, "cpu"), use_gradient_checkpointing=True)
     assert all(map(torch.equal, expected, found))
     assert "checkpoint inputs" in said[0]
-
-
-def test_s2v_is_refused_and_never_gets_gradients_of_another_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its repaired checkpoints know their block by the very tensor they were given, which offload replaces."""
-    monkeypatch.setenv("WANSHIM_OFFLOAD", "on")
-    made = variants.tiny("s2v", "cpu")
-    state = SimpleNamespace(deepspeed_plugin=None)
-    call = call_of(state, SimpleNamespace(pipe=made.pipe))
-    assert "comes back as another tensor" in str(checkpoint_offload.refusal(call))
-    assert not checkpoint_offload.offload_asked(call, settings.Settings(offload="on"))
-    wanshim.activate("none,diffsynth.s2v_checkpointing")
-    with pytest.raises(WanshimError, match="wrong gradients"):  # DiffSynth's own offload
-        step(made, use_gradient_checkpointing=True, use_gradient_checkpointing_offload=True)

@@ -102,12 +102,11 @@ def test_run_without_a_step_is_not_recorded(tmp_path: Path) -> None:
 def test_offload_by_the_option_of_diffsynth_that_is_refused_is_without_effect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """S2V, whose checkpoints must stay on the GPU."""
     wanshim.activate("none,diffsynth.checkpoint_offload")
-    monkeypatch.setattr("wanshim.adapters.diffsynth.checkpoint_offload._is_s2v", lambda call: True)
+    monkeypatch.setattr("wanshim.adapters.diffsynth.checkpoint_offload.refusal", lambda call: "DeepSpeed")
     train(tmp_path, Idle)
     row = wanshim.report().row("diffsynth.checkpoint_offload")
-    assert (row.state, "S2V" in next(iter(row.fallbacks), "")) == ("ineffective", True)
+    assert (row.state, "DeepSpeed" in next(iter(row.fallbacks), "")) == ("ineffective", True)
 
 
 def test_chunks_that_a_model_does_not_take_are_named_and_end_a_strict_run(
