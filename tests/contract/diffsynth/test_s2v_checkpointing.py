@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from torch.utils import checkpoint
 
 import wanshim
 from tests.contract.diffsynth import variants
 from tests.contract.diffsynth.stages import stage_devices
 from tests.contract.diffsynth.variant_steps import step
+from wanshim.errors import WanshimError
 
 FEATURE = "diffsynth.s2v_checkpointing"
 
@@ -58,3 +62,12 @@ def test_s2v_steps_whose_backwards_come_in_any_order_have_their_gradients() -> N
             loss.backward()
         found.append([p.grad for model in made.modules().values() for p in model.parameters() if p.grad is not None])
     assert all(map(torch.equal, *found))
+
+
+def test_s2v_under_a_reentrant_checkpoint_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As DeepSpeed's is: its first forward makes no graph that could say the block."""
+    wanshim.activate(f"none,{FEATURE}")
+    plain = partial(checkpoint.checkpoint, use_reentrant=True)
+    monkeypatch.setattr(checkpoint, "checkpoint", lambda function, *args, **_: plain(function, *args))
+    with pytest.raises(WanshimError, match="wrong gradients"):
+        step(variants.tiny("s2v"), use_gradient_checkpointing=True)
