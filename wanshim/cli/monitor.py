@@ -99,11 +99,14 @@ def _open(folder: Path, name: str | None) -> RunFolder:
     if name is not None:
         runs.update()
         if not runs.runs:
-            there = runs.names()
-            more = f" and {len(there) - MOST_NAMES} more" if len(there) > MOST_NAMES else ""
-            known = ", ".join(there[:MOST_NAMES]) or "none yet"
-            raise WanshimError(f"no run {text(name)!r}", expected=f"one of {known}{more}")
+            raise WanshimError(f"no run {text(name)!r}", expected=f"one of {_names(runs)}")
     return runs
+
+
+def _names(runs: RunFolder) -> str:
+    there = runs.names()
+    more = f" and {len(there) - MOST_NAMES} more" if len(there) > MOST_NAMES else ""
+    return (", ".join(there[:MOST_NAMES]) or "none yet") + more
 
 
 def _not_read(runs: RunFolder, statuses: list[dict[str, Any]]) -> Iterator[str]:
@@ -138,6 +141,7 @@ def _export(runs: RunFolder, kind: str, output: Path, *, err: bool) -> list[str]
 
 
 def _serve(folder: Path, run: str | None, host: str, port: int, patience: Patience) -> None:
+    from wanshim.monitor.reading import text
     from wanshim.monitor.runs import RunFolder
 
     try:
@@ -158,4 +162,6 @@ def _serve(folder: Path, run: str | None, host: str, port: int, patience: Patien
         click.echo(address)
         if not folder.exists():
             click.echo(f"{folder} does not exist yet: its runs are shown once it does", err=True)
+        elif run is not None and run not in runs.names():
+            click.echo(f"no run {text(run)!r} yet, which is shown once it logs; there: {_names(runs)}", err=True)
         server.serve(runs, host, listening, patience, token)

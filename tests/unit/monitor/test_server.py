@@ -108,6 +108,17 @@ def test_page_of_one_run_shows_that_run(logs: RunFolder, monkeypatch: pytest.Mon
     assert list(served[0].runs) == ["other"]
 
 
+@pytest.mark.parametrize(("name", "said"), [("otter", ["no run 'otter' yet", "there: other, run"]), ("other", [])])
+def test_page_of_a_run_that_is_not_there_is_said_to_be_empty(
+    name: str, said: list[str], logs: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(logs.folder / "other")
+    monkeypatch.setattr(server, "serve", lambda *_: None)
+    stderr = CliRunner().invoke(app, ["monitor", str(logs.folder), "--serve", "--port", "0", "--run", name]).stderr
+    assert bool(stderr) == bool(said)
+    assert all(part in stderr for part in said)
+
+
 LOCAL = {"127.0.0.1": True, "::1": True, "localhost": True, "0.0.0.0": False, "::": False, "192.168.0.2": False}
 
 
