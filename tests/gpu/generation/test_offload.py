@@ -67,6 +67,23 @@ def test_forwards_that_wait_for_their_weights_keep_them_as_the_offload_does(
     assert handle.plan.keeps_streamed is stays
 
 
+def test_weights_that_an_offload_keeps_page_locked_lie_in_host_memory_once(request: pytest.FixtureRequest) -> None:
+    pytest.importorskip("diffusers")
+    pipe = wan_pipelines.wan()
+    pipe.register_modules(transformer=wan_pipelines._dit(num_layers=6, ffn_dim=2**18))
+    block = sum(p.nbytes for p in pipe.transformer.blocks[0].parameters())
+    before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    offloading.WAYS["stream"](pipe)
+    expected = generate(pipe, "wan")
+    assert torch.cuda.host_memory_stats()["allocated_bytes.current"] - before > 6 * block
+    handle = wanshim.parallelize_pipeline(pipe, gpus=1)
+    request.addfinalizer(handle.remove)
+    assert torch.equal(generate(pipe, "wan"), expected)
+    assert torch.cuda.host_memory_stats()["allocated_bytes.current"] - before < 2 * block
+    handle.remove()
+    assert torch.equal(generate(pipe, "wan"), expected)  # by its own offload, from where its weights are now
+
+
 def test_worker_without_room_streams_from_call_to_call(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:

@@ -253,6 +253,11 @@ def pinned(like: torch.Tensor) -> torch.Tensor:
         return torch.empty(like.shape, dtype=like.dtype)
 
 
+def release_pinned() -> None:
+    """Return the page-locked memory that torch's allocator keeps of tensors that are gone."""
+    torch._C._host_emptyCache()
+
+
 def _unlock(addresses: Sequence[int], storage: torch.UntypedStorage) -> None:
     runtime: Any = torch.cuda.cudart()
     for address in addresses:

@@ -28,6 +28,7 @@ from wanshim.core.shared.host_memory import (
     of_this_process,
     page_lock,
     populate,
+    release_pinned,
     room_for,
     side_by_side,
     unnamed_file,
@@ -137,8 +138,11 @@ class HostCopy:
                     if self.descriptors:  # to write to pages that there are not would end the process
                         with room_for(self.memory.numel(), purpose, added=0):
                             populate(self.memory[begin:end])
+                    are_pinned = any(tensor.is_pinned() for tensor in block)
                     self._put(block)
                     moved(block)
+                    if are_pinned:  # else all weights would lie here twice
+                        release_pinned()
                     state = _IS_THERE
                 finally:
                     if self._states is not None:
