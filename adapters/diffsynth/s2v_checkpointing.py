@@ -10,7 +10,7 @@ A checkpoint computes again when backward comes to a node of its first graph; ea
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from wanshim.errors import WanshimError
@@ -32,9 +32,8 @@ def _inject_out_of_place(original: Callable[..., Any], seam: SeamState) -> Calla
 
         node = torch._C._current_autograd_node()
         if node is None:
-            begin = torch._C._autograd._get_sequence_nr()
             result = original(self, block_idx, hidden_states.clone(), *args, **kwargs)
-            _number_nodes(result.grad_fn, begin, block_idx)
+            _number_nodes(result, (hidden_states, *args, *kwargs.values()), block_idx)
             return result
         if NUMBER not in node.metadata:
             raise WanshimError(
@@ -48,13 +47,13 @@ def _inject_out_of_place(original: Callable[..., Any], seam: SeamState) -> Calla
     return after_transformer_block
 
 
-def _number_nodes(last: Any, begin: int, number: int) -> None:
-    """Mark the nodes of an injection, those made since `begin`: of these alone a checkpoint has tensors to give."""
-    waiting = [last]
+def _number_nodes(result: torch.Tensor, given: Sequence[object], number: int) -> None:
+    """Mark the nodes between the arguments of an injection and its result: of these alone a checkpoint has tensors."""
+    before = {getattr(each, "grad_fn", None) for each in given}
+    waiting = [result.grad_fn]
     while waiting:
         node = waiting.pop()
-        is_leaf = node is None or not node.next_functions
-        if not is_leaf and node._sequence_nr() >= begin and node.metadata.get(NUMBER) != number:
+        if node is not None and node not in before and node.next_functions and NUMBER not in node.metadata:
             node.metadata[NUMBER] = number
             waiting.extend(each for each, _ in node.next_functions)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -71,3 +73,18 @@ def test_s2v_under_a_reentrant_checkpoint_raises(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(checkpoint, "checkpoint", lambda function, *args, **_: plain(function, *args))
     with pytest.raises(WanshimError, match="wrong gradients"):
         step(variants.tiny("s2v"), use_gradient_checkpointing=True)
+
+
+def test_s2v_blocks_computed_in_other_threads_have_their_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd numbers the nodes of each thread by themselves."""
+    expected = step(variants.tiny("s2v"), use_gradient_checkpointing=False)
+    wanshim.activate(f"none,{FEATURE}")
+    plain = checkpoint.checkpoint
+
+    def elsewhere(*args: Any, **kwargs: Any) -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(plain, *args, **kwargs).result()
+
+    monkeypatch.setattr(checkpoint, "checkpoint", elsewhere)
+    found = step(variants.tiny("s2v"), use_gradient_checkpointing=True)
+    assert all(map(torch.equal, expected, found))
