@@ -30,7 +30,8 @@ def _inject_out_of_place(original: Callable[..., Any], seam: SeamState) -> Calla
             return original(self, block_idx, hidden_states, *args, **kwargs)
         import torch
 
-        node = torch._C._current_autograd_node()
+        # Without gradients it is no checkpoint's, but an evaluation in a hook of backward.
+        node = torch._C._current_autograd_node() if torch.is_grad_enabled() else None
         if node is None:
             result = original(self, block_idx, hidden_states.clone(), *args, **kwargs)
             _number_nodes(result, (hidden_states, *args, *kwargs.values()), block_idx)

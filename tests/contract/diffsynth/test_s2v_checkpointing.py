@@ -88,3 +88,19 @@ def test_s2v_blocks_computed_in_other_threads_have_their_gradients(monkeypatch: 
     monkeypatch.setattr(checkpoint, "checkpoint", elsewhere)
     found = step(variants.tiny("s2v"), use_gradient_checkpointing=True)
     assert all(map(torch.equal, expected, found))
+
+
+def test_s2v_evaluation_in_a_hook_of_backward_is_no_checkpoint_s() -> None:
+    wanshim.activate(f"none,{FEATURE}")
+    made = variants.tiny("s2v")
+    with torch.no_grad():
+        expected = made()
+    found = []
+
+    def evaluate(_: object) -> None:
+        with torch.no_grad():
+            found.append(made())
+
+    next(p for p in made.dit.parameters() if p.requires_grad).register_hook(evaluate)
+    step(made, use_gradient_checkpointing=True)
+    assert torch.equal(found[0], expected)
