@@ -16,12 +16,11 @@ import wanshim
 from tests.contract.diffsynth import variants, video_job
 from tests.contract.diffsynth.training import Logger, Samples, Training
 from tests.contract.diffsynth.variant_steps import step
-from wanshim import settings
 from wanshim.adapters.diffsynth import checkpoint_offload
 from wanshim.adapters.diffsynth.checkpoint_offload import offload_checkpoints
 from wanshim.adapters.diffsynth.training_road import Row, TrainingCall
 from wanshim.core.strategy import predict
-from wanshim.errors import FeatureUnavailable, PlacementInvalid, WanshimError
+from wanshim.errors import FeatureUnavailable, PlacementInvalid
 from wanshim.undo import Undo
 
 FEATURE = "diffsynth.checkpoint_offload"
