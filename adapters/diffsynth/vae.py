@@ -181,7 +181,8 @@ def _bind(verb: str, vae: Any) -> Binding:
             expected=f"a VAE that {verb}s as DiffSynth does",
             hint=f"Its {verb} is left as it was",
         )
-    return Binding(graph=_read(verb, vae), target=vae, methods={f"single_{verb}": partial(_single, verb)}, entry=verb)
+    single, around = {f"single_{verb}": partial(_single, verb)}, partial(_wan, verb)
+    return Binding(graph=_read(verb, vae), target=vae, methods=single, entry=verb, around=around)
 
 
 def _bind_qwen_image(verb: str, vae: Any) -> Binding:

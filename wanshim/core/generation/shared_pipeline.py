@@ -459,7 +459,10 @@ class _Call:
             self._shared.shared_vae_calls += 1
             return result
 
-        for name, compute in binding.methods.items():
+        methods = binding.methods
+        if binding.entry and binding.around and binding.entry not in vars(vae):  # or what is there comes first
+            methods = {binding.entry: binding.around}
+        for name, compute in methods.items():
             method = partial(compute, over_processes, vae)
             self._place(vae, name, partial(or_framework, method, on_fallback=lambda cause: None), undo)
             self._shared_verbs.add(verb)
