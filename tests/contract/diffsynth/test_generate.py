@@ -232,6 +232,16 @@ def test_decode_goes_over_processes_before_one_computes_it_alone(monkeypatch: py
     assert not wanshim.report().row("diffsynth.vae_decode").notes
 
 
+def test_decode_that_a_program_has_put_on_the_class_is_called(
+    shared: SharedPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = wan_pipelines.MADE["t2v"]()
+    own = type(pipe.vae).decode
+    monkeypatch.setattr(type(pipe.vae), "decode", lambda self, *args, **kwargs: own(self, *args, **kwargs) / 2)
+    expected = generate(pipe, "t2v")
+    assert torch.equal(expected, run(shared, pipe, "t2v", (2, 1)))
+
+
 def test_tiles_of_diffsynth_are_its_own(shared: SharedPipeline) -> None:
     pipe = wan_pipelines.MADE["t2v"]()
     expected, before = generate(pipe, "t2v", tiled=True), shared.shared_vae_calls
