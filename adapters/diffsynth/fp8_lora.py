@@ -4,7 +4,8 @@ DiffSynth's wrapper of a module casts its weights by working on a deep copy of i
 the module is a whole block, the LoRA layers in it are copied too: the gradients reach the copies, the optimizer and
 the saved file have the others. Nothing is trained, and nothing says so. Blocks of S2V and VACE are wrapped whole in
 every release; those of the other Wan DiTs have been copied since 2.1.12. Here the copy shares what trains, and its
-frozen weights are cast as before; it shares what has nothing to cast, too, with the hooks on it.
+frozen weights are cast as before; it shares what has nothing to cast, too, with the hooks on it. Without gradients
+nothing trains, and all is cast.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ def training_in(module: torch.nn.Module) -> list[Any]:
 
 
 def _trains(module: torch.nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+    """Never without gradients, as in generation, where all that `from_pretrained` has loaded is set to be trained."""
+    import torch
+
+    return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters(recurse=False))
 
 
 def cast_sharing_what_trains(module: torch.nn.Module, dtype: torch.dtype, device: torch.device | str) -> Any:

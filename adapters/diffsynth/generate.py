@@ -62,7 +62,9 @@ def bind(pipe: Any, *args: Any, **kwargs: Any) -> PipelineBinding:
     runs_unseen = not own_steps and is_own(pipe.scheduler, "diffsynth")
     # a generator, whose lines run between steps
     runs_unseen = runs_unseen or bool(why_other_function(given.arguments[PROGRESS], "diffsynth"))
-    offload, device = vram.replaceable(pipe, parts), vram.computing_device(pipe, parts)
+    # A block whose children another model computes with is not called itself: nothing would bring its weights.
+    offload = None if family.in_place_of_blocks(pipe) else vram.replaceable(pipe, parts)
+    device = vram.computing_device(pipe, parts)
     with contextlib.ExitStack() as plain:
         for part in parts.values():
             plain.enter_context(vram.without_management(part))

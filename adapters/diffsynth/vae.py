@@ -10,7 +10,7 @@ training and `sft:data_process`, each encode their own with DiffSynth and do not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -143,12 +143,18 @@ def _wan(
     given: Any,
     device: torch.device | str,
     tiled: bool = False,
-    *_: object,
-    **__: object,
+    tile_size: object = None,
+    tile_stride: object = None,
 ) -> torch.Tensor:
     """Videos one by one, as DiffSynth does, each on all ranks; the result is on the CPU if DiffSynth blends there."""
     import torch
 
+    from wanshim.core.decoding import VaeFallback
+
+    if isinstance(given, Iterator):  # DiffSynth, if it computes one of them, wants to read them all
+        raise VaeFallback(f"the {verb} was given an iterator, which can be read once")
+    if f"single_{verb}" in vars(vae) and _own_method(verb, vae) is None:
+        raise VaeFallback(f"parallelize_{verb} has this VAE")
     results = (_single(verb, partial(call, lean=bool(tiled)), vae, one.unsqueeze(0), device) for one in given)
     return torch.stack([(result.cpu() if tiled else result).squeeze(0) for result in results])
 
@@ -181,7 +187,8 @@ def _bind(verb: str, vae: Any) -> Binding:
             expected=f"a VAE that {verb}s as DiffSynth does",
             hint=f"Its {verb} is left as it was",
         )
-    return Binding(graph=_read(verb, vae), target=vae, methods={f"single_{verb}": partial(_single, verb)}, entry=verb)
+    single, around = {f"single_{verb}": partial(_single, verb)}, partial(_wan, verb)
+    return Binding(graph=_read(verb, vae), target=vae, methods=single, entry=verb, around=around)
 
 
 def _bind_qwen_image(verb: str, vae: Any) -> Binding:

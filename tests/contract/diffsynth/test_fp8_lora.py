@@ -100,6 +100,18 @@ def test_fp8_lora_under_a_split_trains_with_the_feature_on_and_off(name: str, ac
     assert not any({"cast_to", "_copy_with_shared_children"} & vars(module).keys() for module in owner.modules())
 
 
+@pytest.mark.parametrize("name", OWNERS)
+def test_generation_casts_what_is_set_to_be_trained_as_diffsynth_does(name: str) -> None:
+    """As all is that `from_pretrained` has loaded, and nobody has frozen."""
+    made, owner = with_lora(name, managed=True)
+    for parameter in owner.parameters():
+        parameter.requires_grad_()
+    with torch.no_grad():
+        expected = made()
+        wanshim.activate(f"none,{FEATURE}", strict=True)
+        assert torch.equal(made(), expected)
+
+
 def test_fp8_lora_is_a_repair_that_auto_selects() -> None:
     wanshim.activate("auto")
     assert wanshim.report().row(FEATURE).state in ("applied", "exercised", "registered")

@@ -22,9 +22,11 @@ from tests.contract.diffsynth import variants, wan_pipelines
 from tests.contract.diffsynth.wan_pipelines import generate
 from tests.unit.workers.forked import forked_in_module  # noqa: F401, a fixture
 from wanshim.adapters.diffsynth.generate import bind
+from wanshim.core.decoding import vae_cache
 from wanshim.core.generation import Request, SharedPipeline
 from wanshim.core.workers.packing import pack, unpack
 from wanshim.errors import FeatureUnavailable, ModelInvalid
+from wanshim.patching.pipeline_call import SHARED
 
 pytestmark = pytest.mark.timeout(600)  # a worker imports torch and diffsynth
 
@@ -216,6 +218,28 @@ def test_merged_guidance_has_no_tea_cache_as_on_one_gpu(shared: SharedPipeline) 
     pipe, changed = wan_pipelines.MADE["t2v"](), {"cfg_merge": True, **TEA_CACHE}
     expected = generate(pipe, "t2v", **changed)
     assert (run(shared, pipe, "t2v", (1, 2), asked=False, **changed) - expected).abs().max() <= 1e-5
+
+
+def test_decode_goes_over_processes_before_one_computes_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU one process gains by the decode, too."""
+    pipe = wan_pipelines.MADE["t2v"]()
+    expected = generate(pipe, "t2v")
+    monkeypatch.setenv("WANSHIM_GENERATE", "2")
+    monkeypatch.setattr(vae_cache, "gains_alone", lambda given: True)
+    wanshim.activate(strict=True)
+    assert torch.equal(generate(pipe, "t2v"), expected)
+    assert SHARED[pipe].shared_vae_calls == 1
+    assert not wanshim.report().row("diffsynth.vae_decode").notes
+
+
+def test_decode_that_a_program_has_put_on_the_class_is_called(
+    shared: SharedPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = wan_pipelines.MADE["t2v"]()
+    own = type(pipe.vae).decode
+    monkeypatch.setattr(type(pipe.vae), "decode", lambda self, *args, **kwargs: own(self, *args, **kwargs) / 2)
+    expected = generate(pipe, "t2v")
+    assert torch.equal(expected, run(shared, pipe, "t2v", (2, 1)))
 
 
 def test_tiles_of_diffsynth_are_its_own(shared: SharedPipeline) -> None:

@@ -15,8 +15,9 @@ from packaging.version import Version
 
 import wanshim
 from tests.contract import scripts
-from tests.contract.diffsynth import vram_management, wan_pipelines
+from tests.contract.diffsynth import variants, vram_management, wan_pipelines
 from wanshim.adapters.diffsynth import vram
+from wanshim.adapters.diffsynth.generate import bind
 from wanshim.core.streaming import HostCopy
 from wanshim.errors import ModelInvalid
 
@@ -54,6 +55,19 @@ def test_frames_are_those_of_the_script_and_its_management_goes_on(
     assert {weight.device.type for name, weight in pipe.dit.named_parameters() if "q.weight" in name} == places
     handle.remove()
     assert torch.equal(wan_pipelines.generate(pipe, kind), expected)
+
+
+def test_blocks_that_another_model_computes_from_their_children_keep_their_management(tmp_path: Path) -> None:
+    """VAP's never call the DiT's, and what is streamed comes when a block is called."""
+    pipe = wan_pipelines.MADE["t2v"]()
+    for part, model in variants.tiny("vap").modules().items():
+        setattr(pipe, part, model.eval().requires_grad_(False))
+    vram_management.manage(pipe, "host", tmp_path)
+    called = bind(pipe)
+    assert called.offload is None
+    assert called.device == torch.device("cpu")
+    pipe.vap = None
+    assert bind(pipe).offload is not None
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+import wanshim
 from tests.contract.decoding import BOTH, PARALLELIZE, Case, check_handle, check_removed, check_shared
 from tests.contract.diffsynth.decode_subject import SUBJECT
 from tests.contract.diffsynth.prepared import Fork
 from tests.contract.diffsynth.vae import QWEN_IMAGE, make_qwen_image_2_1, make_vae, qwen_image_cases
 from tests.distributed.decoding.ranks import run_ranks, values
-from wanshim.core.decoding import find_binding, parallelize_decode
+from wanshim.core.decoding import VaeCache, find_binding, parallelize_decode, vae_cache
 from wanshim.core.decoding.dry_run import dry_run
 from wanshim.errors import ModelInvalid
 
@@ -74,8 +75,6 @@ def halved(method: Any) -> Any:
 
 def decode_by_own_methods(rank: int, size: int) -> list[tuple[bool, str]]:
     """A decode with each method that the core computes in place of replaced, beside the framework's."""
-    import wanshim
-
     latent, told = torch.randn(1, 16, 3, 5, 7, generator=torch.Generator().manual_seed(0)), []
     for name in ("single_decode", "model.decode"):
         vae = make_vae("2.1", torch.float32)
@@ -102,6 +101,40 @@ def test_subclass_with_a_method_of_its_own_is_refused_by_name(verb: str) -> None
     vae.__class__ = type("Mine", (type(vae),), own)
     with pytest.raises(ModelInvalid, match=rf"Mine: {__name__} brings its own single_{verb}"):
         PARALLELIZE[verb](vae)
+
+
+def test_handle_on_a_vae_comes_before_the_feature(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one process would gain by the feature, as on a GPU."""
+    vae, seen = make_vae("2.1", torch.float32), []
+    monkeypatch.setattr(vae_cache, "gains_alone", lambda given: True)
+    wanshim.activate("none,diffsynth.vae_decode", strict=True)
+    handle = parallelize_decode(vae, on_chunk=lambda frames, start: seen.append(frames.shape[2]))
+    assert vae.decode(torch.randn(1, 16, 2, 5, 7), device="cpu") is None
+    assert sum(seen) == 5
+    handle.remove()
+    assert vae.decode(torch.randn(1, 16, 2, 5, 7), device="cpu").shape[2] == 5
+    assert "parallelize_decode has this VAE" in str(wanshim.report().row("diffsynth.vae_decode").notes)
+
+
+@pytest.mark.parametrize("verb", ["decode", "encode"])
+def test_iterator_is_read_by_the_framework_alone(verb: str) -> None:
+    """It reads all, also where it computes because we cannot."""
+    vae = make_vae("2.1", torch.float32)
+    given = torch.rand(2, 16, 1, 4, 4) if verb == "decode" else torch.rand(2, 3, 1, 32, 32)
+    expected = getattr(vae, verb)(given, device="cpu")
+    wanshim.activate(f"none,diffsynth.vae_{verb}", strict=True)
+    assert torch.equal(getattr(vae, verb)(iter(given), device="cpu"), expected)
+    assert f"the {verb} was given an iterator" in str(wanshim.report().row(f"diffsynth.vae_{verb}").notes)
+
+
+@pytest.mark.parametrize("verb", ["decode", "encode"])
+def test_option_that_the_framework_does_not_have_is_its_own_error(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    vae = make_vae("2.1", torch.float32)
+    wanshim.activate(f"none,diffsynth.vae_{verb}", strict=True)
+    monkeypatch.setattr(VaeCache, "run", lambda self, vae, given, **options: torch.zeros(1, 32, 1, 4, 4))
+    assert getattr(vae, verb)(torch.zeros(1, 16, 1, 4, 4), device="cpu", tile_size=(4, 4)).numel()
+    with pytest.raises(TypeError, match="'tilled'"):
+        getattr(vae, verb)(torch.zeros(1, 16, 1, 4, 4), device="cpu", tilled=True)
 
 
 def test_handle_whose_callback_takes_the_frames_returns_none_in_their_place() -> None:

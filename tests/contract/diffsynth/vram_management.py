@@ -47,7 +47,7 @@ def manage(pipe: Any, way: str, folder: Path, quantize: Any = None, **changed: A
         "computation_dtype": dtype,
         "computation_device": DEVICE,
     } | changed
-    for name in ("dit", "dit2", "vace"):
+    for name in ("dit", "dit2", "vace", "vap"):
         if (model := getattr(pipe, name, None)) is None:
             continue
         kind = f"{type(model).__module__}.{type(model).__qualname__}"

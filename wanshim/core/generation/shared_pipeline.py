@@ -437,7 +437,10 @@ class _Call:
         """Let the processes of the plan decode or encode together."""
         try:
             binding = find_binding(vae, verb)
-            check_plain("vae", vae, binding.methods)
+            methods = binding.methods
+            if binding.entry and binding.around and binding.entry not in vars(vae):  # or what is there comes first
+                methods = {binding.entry: binding.around}
+            check_plain("vae", vae, (*methods, *binding.methods))
         except (NotShared, ModelInvalid):
             return
 
@@ -459,7 +462,7 @@ class _Call:
             self._shared.shared_vae_calls += 1
             return result
 
-        for name, compute in binding.methods.items():
+        for name, compute in methods.items():
             method = partial(compute, over_processes, vae)
             self._place(vae, name, partial(or_framework, method, on_fallback=lambda cause: None), undo)
             self._shared_verbs.add(verb)

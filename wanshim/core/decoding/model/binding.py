@@ -52,12 +52,15 @@ class Binding:
         target: the object whose methods are replaced.
         methods: by name, for instance `_decode`.
         entry: the method around them that users call; None: they are it.
+        around: as of `methods`, of `entry`, where the framework's feature replaces that on the class: what processes
+            share goes into the same method, or one process would compute it alone before they are asked.
     """
 
     graph: Graph
     target: Any
     methods: Mapping[str, Compute]
     entry: str | None = None
+    around: Compute | None = None
 
 
 Builder = Callable[[Any], Binding]
