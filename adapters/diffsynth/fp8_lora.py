@@ -4,8 +4,8 @@ DiffSynth's wrapper of a module casts its weights by working on a deep copy of i
 the module is a whole block, the LoRA layers in it are copied too: the gradients reach the copies, the optimizer and
 the saved file have the others. Nothing is trained, and nothing says so. Blocks of S2V and VACE are wrapped whole in
 every release; those of the other Wan DiTs have been copied since 2.1.12. Here the copy shares what trains, and its
-frozen weights are cast as before; it shares what has nothing to cast, too, with the hooks on it. Without gradients
-nothing trains, and all is cast.
+frozen weights are cast as before; it shares what has nothing to cast, too, with the hooks on it. A pipeline that
+generates has all its weights set to be trained, as `from_pretrained` loads them: there all is cast.
 """
 
 from __future__ import annotations
@@ -30,14 +30,19 @@ COPY_BLOCK = f"{LAYERS}:AutoWrappedNonRecurseModule._copy_with_shared_children"
 
 def training_in(module: torch.nn.Module) -> list[Any]:
     """The modules within `module` that hold parameters set to be trained."""
-    return [m for m in module.modules() if m is not module and _trains(m)]
+    return [] if _generates(module) else [m for m in module.modules() if m is not module and _trains(m)]
 
 
 def _trains(module: torch.nn.Module) -> bool:
-    """Never without gradients, as in generation, where all that `from_pretrained` has loaded is set to be trained."""
+    return any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+
+
+def _generates(module: torch.nn.Module) -> bool:
+    """Whether nothing trains, though all is set to: a reentrant checkpoint, too, computes without gradients, of LoRA
+    beside frozen weights."""
     import torch
 
-    return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+    return not torch.is_grad_enabled() and all(parameter.requires_grad for parameter in module.parameters())
 
 
 def cast_sharing_what_trains(module: torch.nn.Module, dtype: torch.dtype, device: torch.device | str) -> Any:
@@ -65,27 +70,28 @@ def _without(module: torch.nn.Module, children: set[int]) -> Iterator[None]:
 def copy_of_what_is_cast(module: torch.nn.Module) -> tuple[Any, set[int]]:
     """A copy of a block with all modules shared that have nothing to cast, and the ids of the outermost of these:
     DiffSynth's own shares the wrappers alone, and copies what trains and the hooks of the others."""
-    shared = {id(m): m for m in shared_in_copy(module)}
+    shared = {id(m): m for m in shared_in_copy(module, generates=_generates(module))}
     return copy.deepcopy(module, dict(shared)), set(shared)
 
 
-def shared_in_copy(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The outermost modules below `module` that have nothing to cast. Those within them are in no copy: who takes them
-    out of their parents for the length of a cast takes them out of the original, which another thread may run."""
+def shared_in_copy(module: torch.nn.Module, *, generates: bool = False) -> Iterator[torch.nn.Module]:
+    """The outermost modules below `module` that have nothing to cast, as what trains has unless all of it `generates`.
+    Those within them are in no copy: who takes them out of their parents for the length of a cast takes them out of the
+    original, which another thread may run."""
     for child in module.children():
-        if _has_nothing_to_cast(child):
+        if _has_nothing_to_cast(child, generates):
             yield child
         else:
-            yield from shared_in_copy(child)
+            yield from shared_in_copy(child, generates=generates)
 
 
-def _has_nothing_to_cast(module: torch.nn.Module) -> bool:
+def _has_nothing_to_cast(module: torch.nn.Module, generates: bool) -> bool:
     from wanshim.adapters.diffsynth.vram import is_wrapper
 
-    if is_wrapper(module) or _trains(module):
+    if is_wrapper(module) or (_trains(module) and not generates):
         return True  # it casts its own weights, or trains
     own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    return not own and all(map(_has_nothing_to_cast, module.children()))
+    return not own and all(_has_nothing_to_cast(child, generates) for child in module.children())
 
 
 def _cast(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ from wanshim.patching import Feature, Seam, SeamState
 if TYPE_CHECKING:
     import torch
 
-NUMBER = "wanshim.s2v_checkpointing"  # in a node's metadata
+NUMBER, TASK = "wanshim.s2v.number", "wanshim.s2v.task"  # in a node's metadata
 
 
 def _inject_out_of_place(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
@@ -36,13 +36,15 @@ def _inject_out_of_place(original: Callable[..., Any], seam: SeamState) -> Calla
             result = original(self, block_idx, hidden_states.clone(), *args, **kwargs)
             _number_nodes(result, (hidden_states, *args, *kwargs.values()), block_idx)
             return result
-        if NUMBER not in node.metadata:
+        task = torch._C._current_graph_task_id()
+        if NUMBER not in node.metadata or node.metadata.get(TASK) == task:
             raise WanshimError(
-                "S2V's injection is computed again for a node of the graph that it did not make: the block it "
-                "belongs to is not known, and the last one's would give wrong gradients",
-                expected="checkpoints by torch.utils.checkpoint with use_reentrant=False",
-                hint="Train without DeepSpeed's own checkpointing",
+                "S2V's injection is computed again for a node of the graph that it did not make, or behind another "
+                "one: the block it belongs to is not known, and the last one's would give wrong gradients",
+                expected="a checkpoint for each injection, by torch.utils.checkpoint with use_reentrant=False",
+                hint="Train without DeepSpeed's own checkpointing, and with no checkpoint around several blocks",
             )
+        node.metadata[TASK] = task
         return original(self, node.metadata[NUMBER], hidden_states.clone(), *args, **kwargs)
 
     return after_transformer_block

@@ -8,6 +8,7 @@ from diffsynth.core.vram import layers
 
 import wanshim
 from tests.contract.diffsynth.fp8_models import FP8, OWNERS, step, with_lora
+from wanshim.adapters.diffsynth import fp8_lora
 from wanshim.core.model_split import split_model
 
 FEATURE = "diffsynth.fp8_lora"
@@ -102,7 +103,7 @@ def test_fp8_lora_under_a_split_trains_with_the_feature_on_and_off(name: str, ac
 
 @pytest.mark.parametrize("name", OWNERS)
 def test_generation_casts_what_is_set_to_be_trained_as_diffsynth_does(name: str) -> None:
-    """As all is that `from_pretrained` has loaded, and nobody has frozen."""
+    """`from_pretrained` leaves all so, and nobody has frozen it."""
     made, owner = with_lora(name, managed=True)
     for parameter in owner.parameters():
         parameter.requires_grad_()
@@ -110,6 +111,19 @@ def test_generation_casts_what_is_set_to_be_trained_as_diffsynth_does(name: str)
         expected = made()
         wanshim.activate(f"none,{FEATURE}", strict=True)
         assert torch.equal(made(), expected)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_lora_beside_frozen_weights_is_shared_without_gradients_too(gradients: bool) -> None:
+    """A reentrant checkpoint computes its first forward so."""
+    _, owner = with_lora("s2v", managed=False)
+    block = owner.blocks[0]
+    assert [p for p in block.parameters() if not p.requires_grad]
+    with torch.set_grad_enabled(gradients):
+        found = fp8_lora.training_in(block)
+    assert {id(p) for m in found for p in m.parameters(recurse=False)} == {
+        id(p) for p in block.parameters() if p.requires_grad
+    }
 
 
 def test_fp8_lora_is_a_repair_that_auto_selects() -> None:

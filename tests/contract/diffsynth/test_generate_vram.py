@@ -58,7 +58,7 @@ def test_frames_are_those_of_the_script_and_its_management_goes_on(
 
 
 def test_blocks_that_another_model_computes_from_their_children_keep_their_management(tmp_path: Path) -> None:
-    """VAP's never call the DiT's, and what is streamed comes when a block is called."""
+    """VAP's blocks never call those of the DiT, whose weights come when they are called."""
     pipe = wan_pipelines.MADE["t2v"]()
     for part, model in variants.tiny("vap").modules().items():
         setattr(pipe, part, model.eval().requires_grad_(False))

@@ -27,7 +27,7 @@ def test_s2v_checkpointing_crashes_without_the_feature() -> None:
 
 
 def test_s2v_checkpoints_on_the_host_give_wrong_gradients_without_the_feature() -> None:
-    """Silently, by DiffSynth's own script: every block is computed again as the last one."""
+    """DiffSynth's own script trains so, silently: every block is computed again as the last one."""
     wanshim.activate("none")
     expected = step(variants.tiny("s2v"), use_gradient_checkpointing=False)
     found = step(variants.tiny("s2v"), use_gradient_checkpointing=True, use_gradient_checkpointing_offload=True)
@@ -67,7 +67,7 @@ def test_s2v_steps_whose_backwards_come_in_any_order_have_their_gradients() -> N
 
 
 def test_s2v_under_a_reentrant_checkpoint_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As DeepSpeed's is: its first forward makes no graph that could say the block."""
+    """Its first forward, as that of DeepSpeed's, makes no graph that could say the block."""
     wanshim.activate(f"none,{FEATURE}")
     plain = partial(checkpoint.checkpoint, use_reentrant=True)
     monkeypatch.setattr(checkpoint, "checkpoint", lambda function, *args, **_: plain(function, *args))
@@ -104,3 +104,21 @@ def test_s2v_evaluation_in_a_hook_of_backward_is_no_checkpoint_s() -> None:
     next(p for p in made.dit.parameters() if p.requires_grad).register_hook(evaluate)
     step(made, use_gradient_checkpointing=True)
     assert torch.equal(found[0], expected)
+
+
+@pytest.mark.parametrize("behind", [torch.clone, torch.exp])
+def test_s2v_checkpoint_around_several_blocks_raises(behind: Any) -> None:
+    """All of them would be computed again under the number of one."""
+    dit = variants.tiny("s2v").dit
+    wanshim.activate(f"none,{FEATURE}")
+    width = dit.dim
+    tokens, sound = torch.randn(1, 4, width, requires_grad=True), torch.randn(1, 2, 1, width)
+
+    def inject(x: torch.Tensor) -> torch.Tensor:
+        for number in list(dit.audio_injector.injected_block_id)[:2]:
+            x = dit.after_transformer_block(number, x, sound, sound, 4)
+        return behind(x)
+
+    result = checkpoint.checkpoint(inject, tokens, use_reentrant=False)
+    with pytest.raises(WanshimError, match="wrong gradients"):
+        result.pow(2).sum().backward()

@@ -104,7 +104,7 @@ def test_subclass_with_a_method_of_its_own_is_refused_by_name(verb: str) -> None
 
 
 def test_handle_on_a_vae_comes_before_the_feature(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where one process would gain by the feature, as on a GPU."""
+    """One process gains by the feature, as on a GPU."""
     vae, seen = make_vae("2.1", torch.float32), []
     monkeypatch.setattr(vae_cache, "gains_alone", lambda given: True)
     wanshim.activate("none,diffsynth.vae_decode", strict=True)

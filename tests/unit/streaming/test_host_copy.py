@@ -598,3 +598,26 @@ def test_bytes_are_those_of_two_blocks_and_the_rest() -> None:
     assert found is not None
     assert 0 < found < whole
     assert bytes_when_streamed(nn.Sequential(nn.Linear(2, 2))) is None
+
+
+@either
+def test_page_locked_memory_that_weights_leave_is_returned(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU is here to lock pages for: blocks are said to be. Who waits for a block does not wait for that."""
+    released, may_release = [], threading.Event()
+    monkeypatch.setattr(host_copy_module, "_are_pinned", lambda block: True)
+
+    def release() -> None:
+        may_release.wait(10)
+        released.append(threading.current_thread().name)
+
+    monkeypatch.setattr(host_copy_module, "release_pinned", release)
+    model = made()
+    copy = HostCopy.of(model, shared=shared)
+    if shared:  # at once many blocks as there are threads wait in it otherwise
+        copy.wait()
+        assert not released
+    may_release.set()
+    deadline = time.monotonic() + 10
+    while len(released) < (1 if shared else len(copy.bounds)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(released) == (1 if shared else len(copy.bounds))

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from wanshim.core.decoding import VaeFallback, find_binding
+from wanshim.core.decoding import Compute, VaeFallback, find_binding, input_first
 from wanshim.core.sequence import SequenceGroup
 from wanshim.core.shared.fallback import cause_of, or_framework
 from wanshim.core.shared.gpu_memory import available_bytes, free_bytes
@@ -462,8 +462,15 @@ class _Call:
             self._shared.shared_vae_calls += 1
             return result
 
+        def by_position(compute: Compute, original: Callable[..., Any]) -> Callable[..., Any]:
+            def method(*args: Any, **kwargs: Any) -> Any:
+                given, named = input_first(original, args, kwargs)
+                return compute(over_processes, vae, *given, **named)
+
+            return method
+
         for name, compute in methods.items():
-            method = partial(compute, over_processes, vae)
+            method = by_position(compute, getattr(vae, name))
             self._place(vae, name, partial(or_framework, method, on_fallback=lambda cause: None), undo)
             self._shared_verbs.add(verb)
 

@@ -102,7 +102,9 @@ class HostCopy:
         largest = max(end - begin for begin, end in bounds)
         at_once = max(_AT_ONCE, min(THREADS, int(_SPARE * available_bytes() / largest)))
         twice = at_once * largest
-        added = size if any(t.device.type != "cpu" for block in found for t in block) else min(size, twice)
+        stays = any(t.device.type != "cpu" for block in found for t in block)
+        stays = stays or (shared and any(map(_are_pinned, found)))
+        added = size if stays else min(size, twice)
         purpose = f"the weights of {type(model).__name__}"
         with room_for(size, purpose, added=added):
             files = map(unnamed_file, _file_sizes(bounds))
@@ -138,11 +140,8 @@ class HostCopy:
                     if self.descriptors:  # to write to pages that there are not would end the process
                         with room_for(self.memory.numel(), purpose, added=0):
                             populate(self.memory[begin:end])
-                    are_pinned = any(tensor.is_pinned() for tensor in block)
                     self._put(block)
                     moved(block)
-                    if are_pinned:  # else all weights would lie here twice
-                        release_pinned()
                     state = _IS_THERE
                 finally:
                     if self._states is not None:
@@ -152,10 +151,21 @@ class HostCopy:
             for tensor in block:
                 self._elsewhere[tensor] = offset
                 offset += room(tensor)
+        are_pinned = [_are_pinned(block) for block in found]
         pool = ThreadPoolExecutor(at_once, "wanshim-move")  # if one fails, the others stay as good
         pieces = zip(found, self.bounds, strict=True)
         self._moves = [pool.submit(move, at, block, *bounds) for at, (block, bounds) in enumerate(pieces)]
         pool.shutdown(wait=False)
+        # To return memory may wait for the device, and that, where processes share the copy, for those that wait here.
+        if self.descriptors and any(are_pinned):
+            threading.Thread(target=self._release_behind, name="wanshim-release", daemon=True).start()
+        for each in (each for each, is_pinned in zip(self._moves, are_pinned, strict=True) if is_pinned):
+            if not self.descriptors:
+                each.add_done_callback(lambda _: release_pinned())
+
+    def _release_behind(self) -> None:
+        self.settle()
+        release_pinned()
 
     def _put(self, block: Sequence[torch.Tensor]) -> None:
         for tensor in block:
@@ -282,6 +292,11 @@ class HostCopy:
             daemon=True,
         )
         self._locking.start()
+
+
+def _are_pinned(block: Iterable[torch.Tensor]) -> bool:
+    """Whether weights of a block lie in memory that torch's CUDA allocator keeps when they leave it."""
+    return torch.cuda.is_initialized() and any(tensor.is_pinned() for tensor in block)
 
 
 def num_files(bounds: Sequence[tuple[int, int]]) -> int:

@@ -52,8 +52,8 @@ class Binding:
         target: the object whose methods are replaced.
         methods: by name, for instance `_decode`.
         entry: the method around them that users call; None: they are it.
-        around: as of `methods`, of `entry`, where the framework's feature replaces that on the class: what processes
-            share goes into the same method, or one process would compute it alone before they are asked.
+        around: what computes `entry`, as `methods` do theirs, if the framework's feature replaces `entry` on the class.
+            Processes that share a call stand in for it too: behind it, one process has computed before they are asked.
     """
 
     graph: Graph
