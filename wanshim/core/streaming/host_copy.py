@@ -102,8 +102,8 @@ class HostCopy:
         largest = max(end - begin for begin, end in bounds)
         at_once = max(_AT_ONCE, min(THREADS, int(_SPARE * available_bytes() / largest)))
         twice = at_once * largest
-        stays = any(t.device.type != "cpu" for block in found for t in block)
-        stays = stays or (shared and any(map(_are_pinned, found)))
+        are_pinned = any(map(_are_pinned, found))
+        stays = any(t.device.type != "cpu" for block in found for t in block) or (shared and are_pinned)
         added = size if stays else min(size, twice)
         purpose = f"the weights of {type(model).__name__}"
         with room_for(size, purpose, added=added):
@@ -112,6 +112,8 @@ class HostCopy:
             if made._states is not None:
                 populate(made._states)
         made._move(found, purpose, moved, at_once)
+        if are_pinned:
+            threading.Thread(target=made._release, name="wanshim-release", daemon=True).start()
         return made
 
     @classmethod
@@ -151,21 +153,17 @@ class HostCopy:
             for tensor in block:
                 self._elsewhere[tensor] = offset
                 offset += room(tensor)
-        are_pinned = [_are_pinned(block) for block in found]
         pool = ThreadPoolExecutor(at_once, "wanshim-move")  # if one fails, the others stay as good
         pieces = zip(found, self.bounds, strict=True)
         self._moves = [pool.submit(move, at, block, *bounds) for at, (block, bounds) in enumerate(pieces)]
         pool.shutdown(wait=False)
-        # To return memory may wait for the device, and that, where processes share the copy, for those that wait here.
-        if self.descriptors and any(are_pinned):
-            threading.Thread(target=self._release_behind, name="wanshim-release", daemon=True).start()
-        for each in (each for each, is_pinned in zip(self._moves, are_pinned, strict=True) if is_pinned):
-            if not self.descriptors:
-                each.add_done_callback(lambda _: release_pinned())
 
-    def _release_behind(self) -> None:
-        self.settle()
-        release_pinned()
+    def _release(self) -> None:
+        """Return page-locked memory that blocks leave: behind each of them; behind all if processes share the copy. It
+        may wait for the device, and the device for a process that waits for a block."""
+        for at in (None,) if self.descriptors else range(len(self.bounds)):
+            self.settle(at)
+            release_pinned()
 
     def _put(self, block: Sequence[torch.Tensor]) -> None:
         for tensor in block:
