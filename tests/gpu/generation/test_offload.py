@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -67,31 +68,37 @@ def test_forwards_that_wait_for_their_weights_keep_them_as_the_offload_does(
     assert handle.plan.keeps_streamed is stays
 
 
-def test_weights_that_an_offload_keeps_page_locked_lie_in_host_memory_once(request: pytest.FixtureRequest) -> None:
+def test_weights_that_an_offload_keeps_page_locked_are_streamed_from_there(request: pytest.FixtureRequest) -> None:
     pytest.importorskip("diffusers")
     pipe = wan_pipelines.wan()
     pipe.register_modules(transformer=wan_pipelines._dit(num_layers=6, ffn_dim=2**18))
-    block = sum(p.nbytes for p in pipe.transformer.blocks[0].parameters())
-    before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
     offloading.WAYS["stream"](pipe)
     expected = generate(pipe, "wan")
-    assert torch.cuda.host_memory_stats()["allocated_bytes.current"] - before > 6 * block
+    torch.cuda.synchronize()
+    places = [p.data_ptr() for p in pipe.transformer.blocks.parameters()]
+    before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
     handle = wanshim.parallelize_pipeline(pipe, gpus=1)
     request.addfinalizer(handle.remove)
     assert torch.equal(generate(pipe, "wan"), expected)
-    assert torch.cuda.host_memory_stats()["allocated_bytes.current"] - before < 2 * block
+    assert handle.plan is not None
+    assert handle.plan.replaces_offload
+    assert [p.data_ptr() for p in pipe.transformer.blocks.parameters()] == places
+    assert torch.cuda.host_memory_stats()["allocated_bytes.current"] - before < 2**20
     handle.remove()
-    assert torch.equal(generate(pipe, "wan"), expected)  # by its own offload, from where its weights are now
+    assert torch.equal(generate(pipe, "wan"), expected)  # by its own offload
 
 
+@pytest.mark.parametrize("way", ["block", "stream"])
 def test_worker_without_room_streams_from_call_to_call(
-    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    way: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     pytest.importorskip("diffusers")
     torch.manual_seed(0)
     pipe = wan_pipelines.wan()
     pipe.register_modules(transformer=wan_pipelines._dit(num_layers=6, ffn_dim=8192))
-    offloading.WAYS["block"](pipe)
+    blocks = sum(p.nbytes for p in pipe.transformer.blocks.parameters())
+    before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    offloading.WAYS[way](pipe)
     expected = [generate(pipe, "wan"), generate(pipe, "wan", num_frames=9), generate(pipe, "wan")]
     monkeypatch.setattr(shared_pipeline.SharedPipeline, "used_by_worker", lambda *_, **__: 0)
     monkeypatch.setattr(shared_pipeline, "available_bytes", lambda device, **_: 8 * 2**20)
@@ -100,3 +107,7 @@ def test_worker_without_room_streams_from_call_to_call(
     found = [generate(pipe, "wan"), generate(pipe, "wan", num_frames=9), generate(pipe, "wan")]
     assert all(map(torch.equal, expected, found))
     assert handle.plan.streamed
+    deadline = time.monotonic() + 30  # what the offload kept page-locked is returned behind the copy
+    while (kept := torch.cuda.host_memory_stats()["allocated_bytes.current"] - before) > blocks / 2:
+        assert time.monotonic() < deadline, kept
+        time.sleep(0.1)

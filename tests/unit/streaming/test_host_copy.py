@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,13 @@ import torch
 from torch import nn
 
 from tests.unit.streaming.model import Model, data
-from wanshim.core.generation.host_streams import host_copy, wait_for
+from wanshim.core.generation.host_streams import host_copy, wait_for, weights_on_host
 from wanshim.core.shared.host_memory import PAGE, unnamed_file
-from wanshim.core.streaming import HostCopy, bytes_when_streamed, compute_from, ring
+from wanshim.core.streaming import HostCopy, bytes_when_streamed, compute_from, page_locked, ring
 from wanshim.core.streaming import host_copy as host_copy_module
 from wanshim.core.streaming.block_weights import bounds_of
 from wanshim.core.streaming.host_copy import _file_sizes
+from wanshim.core.streaming.page_locked import PageLocked
 from wanshim.core.streaming.ring import Ring
 from wanshim.errors import HostMemoryInvalid, PlacementInvalid
 
@@ -602,21 +603,59 @@ def test_bytes_are_those_of_two_blocks_and_the_rest() -> None:
 
 @either
 def test_page_locked_memory_that_weights_leave_is_returned(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No GPU is here to lock pages for: blocks are said to be. Who waits for a block does not wait for that."""
-    released, may_release = [], threading.Event()
-    monkeypatch.setattr(host_copy_module, "_are_pinned", lambda block: True)
+    """No GPU is here to lock pages for: weights are said to be. Who waits for a block does not wait for that."""
+    released, may_release = threading.Event(), threading.Event()
+    monkeypatch.setattr(host_copy_module, "is_page_locked", lambda tensor: True)
 
     def release() -> None:
         may_release.wait(10)
-        released.append(threading.current_thread().name)
+        released.set()
 
     monkeypatch.setattr(host_copy_module, "release_pinned", release)
-    model = made()
-    copy = HostCopy.of(model, shared=shared)
+    copy = HostCopy.of(made(), shared=shared)
     copy.wait()
-    assert not released
+    assert not released.is_set()
     may_release.set()
-    deadline = time.monotonic() + 10
-    while len(released) < (1 if shared else len(copy.bounds)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert len(released) == (1 if shared else len(copy.bounds))
+    assert released.wait(10)
+
+
+@pytest.fixture
+def locked(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Ids of tensors that are said to be page-locked: no GPU is here to lock pages for."""
+    found: set[int] = set()
+    monkeypatch.setattr(page_locked, "is_page_locked", lambda tensor: id(tensor) in found)
+    return found
+
+
+def test_page_locked_weights_are_streamed_from_where_they_are(locked: set[int]) -> None:
+    model = made()
+    expected, places = outputs(model), [p.data_ptr() for p in model.parameters()]
+    locked |= set(map(id, model.parameters()))
+    found = weights_on_host(model, shared=False, moved=_not_called)
+    assert isinstance(found, PageLocked)
+    attached = compute_from(found, model, CPU)
+    assert all(map(torch.equal, outputs(model), expected))
+    attached.remove()
+    assert [p.data_ptr() for p in model.parameters()] == places
+    with torch.no_grad():
+        model.blocks[0].base.weight.add_(1)
+    changed = outputs(model)
+    attached = compute_from(found, model, CPU)
+    assert all(map(torch.equal, outputs(model), changed))
+    assert not any(map(torch.equal, changed, expected))
+    attached.remove()
+
+
+def test_weights_come_to_a_copy_where_not_all_are_page_locked_or_others_need_them(locked: set[int]) -> None:
+    model = made()
+    locked |= set(map(id, model.parameters()))
+    copy = weights_on_host(model, shared=True, moved=lambda weights: None)
+    assert isinstance(copy, HostCopy)
+    assert weights_on_host(model, shared=False, moved=_not_called) is copy
+    partly = made()
+    locked |= set(map(id, partly.blocks[0].parameters()))
+    assert isinstance(weights_on_host(partly, shared=False, moved=lambda weights: None), HostCopy)
+
+
+def _not_called(weights: Sequence[torch.Tensor]) -> None:
+    raise AssertionError("no weight has moved")

@@ -13,6 +13,7 @@ from torch import nn
 
 from wanshim.core.streaming import HostCopy, bytes_when_streamed, compute_from
 from wanshim.core.streaming.host_copy import Moved
+from wanshim.core.streaming.page_locked import PageLocked
 from wanshim.core.streaming.ring import Waits, waits_on
 from wanshim.undo import Undo
 
@@ -41,7 +42,15 @@ def host_copy(model: nn.Module, *, shared: bool, moved: Moved = lambda weights: 
     return known
 
 
-def wait_for(model: nn.Module, copy: HostCopy) -> None:
+def weights_on_host(model: nn.Module, *, shared: bool, moved: Moved) -> HostCopy | PageLocked:
+    """The weights themselves, where an offload keeps them page-locked and no other process needs them; else
+    `host_copy`."""
+    if not shared and model not in _COPIES and PageLocked().layouts(model) is not None:
+        return PageLocked()
+    return host_copy(model, shared=shared, moved=moved)
+
+
+def wait_for(model: nn.Module, copy: HostCopy | PageLocked) -> None:
     """Wait until the weights have come. If a block fails to, the others come, and another copy takes this one's place.
 
     Raises:
@@ -54,7 +63,7 @@ def wait_for(model: nn.Module, copy: HostCopy) -> None:
         raise
 
 
-def settle(model: nn.Module, copy: HostCopy) -> bool:
+def settle(model: nn.Module, copy: HostCopy | PageLocked) -> bool:
     """Wait until no weight is on its way; whether all have come. A block that failed to stays where it was, and another
     copy takes its place."""
     have_come = copy.settle()
@@ -89,10 +98,10 @@ class OwnStreams:
         self._without_replacements = without_replacements
         self._attached = Undo()
         self._models: list[nn.Module] = []
-        self._brought: list[tuple[nn.Module, HostCopy | None]] = []
+        self._brought: list[tuple[nn.Module, HostCopy | PageLocked | None]] = []
         self._are_streamed = False
 
-    def bring(self, models: list[nn.Module], *, shared: bool) -> list[tuple[nn.Module, HostCopy | None]]:
+    def bring(self, models: list[nn.Module], *, shared: bool) -> list[tuple[nn.Module, HostCopy | PageLocked | None]]:
         """Take these models, and no others, from the script's offload, and have their weights on the way to where
         they are streamed from.
 
@@ -113,7 +122,7 @@ class OwnStreams:
         return self._brought
 
     def begin(
-        self, forward: Forward, models: list[nn.Module], *, shared: bool, coming: Sequence[HostCopy] = ()
+        self, forward: Forward, models: list[nn.Module], *, shared: bool, coming: Sequence[HostCopy | PageLocked] = ()
     ) -> Callable[..., Any]:
         """Stream the models of a forward.
 
@@ -175,13 +184,13 @@ class OwnStreams:
                 if owner is module:  # until then, what the script has there are hooks, which are off
                     self._attached.add(partial(own.update, dict(own)))
                     own.clear()
-            copy = None
+            copy: HostCopy | PageLocked | None = None
             if bytes_when_streamed(module) is not None:
-                copy = host_copy(module, shared=shared, moved=moved)
+                copy = weights_on_host(module, shared=shared, moved=moved)
                 self._attached.add(partial(settle, module, copy))
             self._brought.append((module, copy))
 
-    def _attach(self, module: nn.Module, copy: HostCopy | None) -> None:
+    def _attach(self, module: nn.Module, copy: HostCopy | PageLocked | None) -> None:
         with self._without_replacements():
             waits = waits_on(self._device, partial(self._may_keep, module), self._on_kept)
             self._waits += [] if waits is None else [waits]

@@ -31,6 +31,7 @@ from wanshim.core.shared.recent import Recent
 from wanshim.core.shared.weight_bytes import num_bytes
 from wanshim.core.strategy.block_trace import trace_forward
 from wanshim.core.streaming import HostCopy, bytes_when_streamed
+from wanshim.core.streaming.page_locked import PageLocked
 from wanshim.core.workers import RemoteCall, Replies, Workers
 from wanshim.errors import HostMemoryInvalid, ModelInvalid, RanksFailed, WanshimError, WorkersFailed, WorkersInvalid
 from wanshim.undo import Undo
@@ -251,7 +252,8 @@ class _Call:
         self._thread = threading.get_ident()
         self._plan: GenerationPlan | None = None
         self._held: dict[int, int] = {}  # by ids of models, how many workers have copies that are up to date
-        self._coming: list[tuple[nn.Module, HostCopy]] = []  # copies of models to which weights may be on their way
+        # Models whose weights may be on their way to their copies.
+        self._coming: list[tuple[nn.Module, HostCopy | PageLocked]] = []
         # What is replaced: its owner, its name, the replacement, and what the owner itself had, by that name.
         self._placed: list[tuple[Any, str, Any, dict[str, Any]]] = []
         self._shared_verbs: set[str] = set()  # of the VAE
@@ -698,7 +700,7 @@ class _Call:
                 self._streams.end()  # this process takes a copy of its own, if it still computes
                 workers.close()  # they have mapped the copy that failed
 
-    def _bring(self, models: list[nn.Module], *, shared: bool) -> dict[nn.Module, HostCopy]:
+    def _bring(self, models: list[nn.Module], *, shared: bool) -> dict[nn.Module, HostCopy | PageLocked]:
         """Have the weights of models that the script offloads on the way to pages that are locked: from these they are
         sent, too, at several times the rate. What fails here is said where they are streamed."""
         with contextlib.suppress(Exception):

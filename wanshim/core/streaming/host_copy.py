@@ -35,6 +35,7 @@ from wanshim.core.shared.host_memory import (
 )
 from wanshim.core.shared.weight_bytes import num_bytes, stored_bytes, tensors
 from wanshim.core.streaming.block_weights import BlockWeights, Weight, bounds_of, owners, room, strides, used_once
+from wanshim.core.streaming.page_locked import ELSEWHERE, PageLocked, is_page_locked
 from wanshim.core.streaming.plan import SLOTS
 from wanshim.core.streaming.ring import Ring, Waits
 from wanshim.errors import HostMemoryInvalid, PlacementInvalid
@@ -45,7 +46,6 @@ _NUMBERS = itertools.count()
 _AT_ONCE = 2  # blocks that are moved, at least: giving memory back takes as long as a copy
 _SPARE = 1 / 8  # of the host's free memory: because more blocks are moved at once, up to twice that lies in two places
 _FILES = 64  # of memory that processes share, at most: pages come to several at once
-_ELSEWHERE = 1 / 8  # of the copy's bytes: more than adapters of a high rank
 _COMES, _IS_THERE, _FAILED = range(3)  # a block, for the processes that share its copy
 _POLL_SECONDS = 0.005
 
@@ -102,8 +102,8 @@ class HostCopy:
         largest = max(end - begin for begin, end in bounds)
         at_once = max(_AT_ONCE, min(THREADS, int(_SPARE * available_bytes() / largest)))
         twice = at_once * largest
-        are_pinned = any(map(_are_pinned, found))
-        stays = any(t.device.type != "cpu" for block in found for t in block) or (shared and are_pinned)
+        is_kept = any(map(is_page_locked, itertools.chain.from_iterable(found)))  # by torch, until it is released
+        stays = is_kept or any(t.device.type != "cpu" for block in found for t in block)
         added = size if stays else min(size, twice)
         purpose = f"the weights of {type(model).__name__}"
         with room_for(size, purpose, added=added):
@@ -112,7 +112,7 @@ class HostCopy:
             if made._states is not None:
                 populate(made._states)
         made._move(found, purpose, moved, at_once)
-        if are_pinned:
+        if is_kept:
             threading.Thread(target=made._release, name="wanshim-release", daemon=True).start()
         return made
 
@@ -159,11 +159,10 @@ class HostCopy:
         pool.shutdown(wait=False)
 
     def _release(self) -> None:
-        """Return page-locked memory that blocks leave: behind each of them; behind all if processes share the copy. It
-        may wait for the device, and the device for a process that waits for a block."""
-        for at in (None,) if self.descriptors else range(len(self.bounds)):
-            self.settle(at)
-            release_pinned()
+        """Return the page-locked memory that blocks have left, behind all of them: it may wait for the device, and the
+        device for a process that waits for a block."""
+        self.settle()
+        release_pinned()
 
     def _put(self, block: Sequence[torch.Tensor]) -> None:
         for tensor in block:
@@ -216,6 +215,10 @@ class HostCopy:
         assert self._states is not None
         return bool(self._states[at] != _COMES)
 
+    def load(self, block: BlockWeights, target: torch.Tensor) -> None:
+        """Copy a block's weights to a device, behind what is issued there."""
+        target.copy_(block.on(self.memory), non_blocking=True)
+
     def view(self, like: torch.Tensor, offset: int) -> torch.Tensor:
         """A dense tensor of that size, with a storage of its own: of several in one storage, a file would have all."""
         buffer: Any = self.memory.numpy()
@@ -266,7 +269,7 @@ class HostCopy:
                     place = self.view(tensor, offset) if comes else tensor.detach()
                     here.append(Weight(tensor, path, offset - begin, place))
             found.append(BlockWeights(number, tuple(here), begin, end - begin))
-        return found if elsewhere <= _ELSEWHERE * self.memory.numel() else None
+        return found if elsewhere <= ELSEWHERE * self.memory.numel() else None
 
     @property
     def is_settled(self) -> bool:
@@ -292,11 +295,6 @@ class HostCopy:
         self._locking.start()
 
 
-def _are_pinned(block: Iterable[torch.Tensor]) -> bool:
-    """Whether weights of a block lie in memory that torch's CUDA allocator keeps when they leave it."""
-    return torch.cuda.is_initialized() and any(tensor.is_pinned() for tensor in block)
-
-
 def num_files(bounds: Sequence[tuple[int, int]]) -> int:
     """The number of files of memory that processes share, with blocks of these bounds."""
     return len(_file_sizes(bounds))
@@ -314,11 +312,13 @@ def _state_bytes(bounds: Sequence[tuple[int, int]]) -> int:
     return -(-len(bounds) // PAGE) * PAGE
 
 
-def compute_from(copy: HostCopy | None, model: nn.Module, device: torch.device, waits: Waits | None = None) -> Undo:
+def compute_from(
+    copy: HostCopy | PageLocked | None, model: nn.Module, device: torch.device, waits: Waits | None = None
+) -> Undo:
     """Let the model compute on `device` with its blocks' weights coming from the copy ahead of use.
 
     Args:
-        copy: None: all of the model comes to the device.
+        copy: or the weights themselves, page-locked; None: all of the model comes to the device.
         waits: as of `Ring`.
 
     Returns:
@@ -354,7 +354,7 @@ def compute_from(copy: HostCopy | None, model: nn.Module, device: torch.device, 
     return undo
 
 
-def _to_rest(copy: HostCopy, at: int, layout: BlockWeights) -> None:
+def _to_rest(copy: HostCopy | PageLocked, at: int, layout: BlockWeights) -> None:
     """The block's weights lie in the copy again; those that failed to come there have never left their place."""
     if copy.settle(at):
         layout.wait()

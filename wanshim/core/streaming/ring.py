@@ -26,6 +26,7 @@ from wanshim.undo import Undo
 
 if TYPE_CHECKING:
     from wanshim.core.streaming.host_copy import HostCopy
+    from wanshim.core.streaming.page_locked import PageLocked
 
 
 @dataclass
@@ -114,7 +115,7 @@ class Ring:
     def __init__(
         self,
         blocks: Sequence[BlockWeights],
-        host: HostCopy,
+        host: HostCopy | PageLocked,
         device: torch.device,
         slots: int,
         waits: Waits | None = None,
@@ -225,18 +226,18 @@ class Ring:
             self.blocks[slot.index].wait()
         block = self.blocks[index]
         self.host.wait(index)
-        source, target = block.on(self.host.memory), slot.memory[: block.num_bytes]
+        target = slot.memory[: block.num_bytes]
         slot.index = index
         self.count.loads += 1
         self.count.loaded_bytes += block.num_bytes
         if self._loads is None:
-            target.copy_(source)
+            self.host.load(block, target)
             return
         # All that reads the slot's old block has been issued: the block now at work came after it.
         self._loads.wait_event(torch.cuda.current_stream(self.device).record_event())
         with torch.cuda.stream(self._loads):
             begun = self._time()
-            target.copy_(source, non_blocking=True)
+            self.host.load(block, target)
             ended = self._time()
         slot.ready = self._loads.record_event()
         if self.timed is not None and begun is not None and ended is not None:
