@@ -7,12 +7,13 @@ one of the first size within each of several limits.
     wanshim generate --gpus 1 -- python benchmarks/generate_script.py model 3 --limit 8
     wanshim generate --gpus 1 -- python benchmarks/generate_script.py group 3 --limit 8 --pair
     wanshim generate --gpus 1 -- python benchmarks/generate_script.py model 2 --limit 8 8 14 16 24
+    wanshim generate --gpus 1 -- python benchmarks/generate_script.py move 3 --limit 16
     wanshim generate --gpus 1 -- python benchmarks/generate_script.py model 2 --limit 14 --size 720x1280x81
     wanshim generate --gpus 2 -- python benchmarks/generate_script.py model 2 --limit 16 16 --others 16
     wanshim generate --gpus 1 -- python benchmarks/generate_script.py none 20 --model 5B
 
-The first argument says how it offloads the transformer: none, model, or group, which is diffusers' with a stream; the
-second how many steps. `--model` is 14B, 1.3B, or 5B, which has the VAE of Wan 2.2. `--pair` has both experts of Wan
+The first argument says how it offloads the transformer: none, model, group, which is diffusers' with a stream, or move,
+which calls the pipeline's `to("cuda")` within the first limit; the second how many steps. `--model` is 14B, 1.3B, or 5B, which has the VAE of Wan 2.2. `--pair` has both experts of Wan
 2.2, `--compile` compiles their blocks, `--limit` holds torch's allocator to so many GiB once the models are made,
 `--others` leaves so many free on each other GPU, `--size` is that of one call alone, and `--guidance 1` generates
 without guidance, as a distilled model does. It prints, of each call, seconds, the digest of its frames and the peak in
@@ -102,7 +103,7 @@ def host() -> dict[str, float]:
 
 
 parser = argparse.ArgumentParser()
-parser.add_argument("offload", choices=("none", "model", "group"))
+parser.add_argument("offload", choices=("none", "model", "group", "move"))
 parser.add_argument("steps", type=int)
 parser.add_argument("--model", choices=TRANSFORMERS, default="14B")
 parser.add_argument("--pair", action="store_true")
@@ -113,7 +114,11 @@ parser.add_argument("--guidance", type=float, default=5.0)
 parser.add_argument("--size", type=lambda text: tuple(map(int, text.split("x"))))
 given = parser.parse_args()
 start = time.perf_counter()
+whole = torch.cuda.get_device_properties(0).total_memory
 pipe = pipeline(given.model, given.offload, given.pair)
+if given.offload == "move":
+    torch.cuda.set_per_process_memory_fraction(given.limit[0] * 2**30 / whole)
+    pipe.to("cuda")
 if given.compile:
     for name in ("transformer", "transformer_2"):
         if getattr(pipe, name) is not None:
@@ -126,7 +131,6 @@ made_in = time.perf_counter() - start
 seeded = torch.Generator().manual_seed(1)
 prompt, negative = (torch.randn(1, 512, 4096, generator=seeded).to("cuda", torch.bfloat16) for _ in range(2))
 sizes = SIZES[given.model] if given.size is None else (given.size,)
-whole = torch.cuda.get_device_properties(0).total_memory
 limits = given.limit or [None]
 calls = []
 for limit, (height, width, frames) in itertools.product(limits, sizes if len(limits) == 1 else sizes[:1]):

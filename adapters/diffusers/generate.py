@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+from wanshim.adapters.diffusers.placement import moving_seam
 from wanshim.patching import Feature, Kind, Seam, SeamState
 from wanshim.patching.pipeline_call import loading_seam, replace_call, say_not_served, start_ahead, watch_forward
 from wanshim.patching.probe import SourceTree
@@ -529,6 +530,7 @@ FEATURE = Feature(
         *map(_watch, FORWARDS),
         loading_seam("diffusers.pipelines.pipeline_loading_utils:_get_pipeline_class", _say_by_class, *PROJECT),
         loading_seam(f"{MODULAR}.load_components", _say_by_blocks, *PROJECT),
+        moving_seam(lambda cls: _served_class(cls) is not None),
     ),
     prepare=start_ahead(OF_A_WORKER),
 )

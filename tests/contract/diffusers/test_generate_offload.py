@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import WanTransformer3DModel
 from peft import LoraConfig
 
 import wanshim
@@ -22,6 +23,7 @@ from wanshim.core.workers import Workers
 from wanshim.errors import ModelInvalid
 from wanshim.pipelines import PipelineHandle
 
+CPU = torch.device("cpu")
 SCRIPT = "tests.contract.diffusers.offloading"
 # What offloads layer by layer through accelerate computes on a GPU alone: tests/gpu/generation has it.
 WAYS = [
@@ -182,6 +184,59 @@ def test_streams_end_before_the_decode(way: str, alone: Any) -> None:
     assert handle.plan.replaces_offload
     assert streaming
     assert not any(streaming)
+
+
+@pytest.fixture
+def without_room_for_all(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """No GPU is here to fill: the first move of a transformer is said to have no room."""
+    moved: list[str] = []
+    move = WanTransformer3DModel.to
+
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        moved.append(type(self).__name__)
+        if len(moved) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return move(self, *args, **kwargs)
+
+    monkeypatch.setattr(WanTransformer3DModel, "to", to)
+    return moved
+
+
+@pytest.mark.parametrize("how", [(CPU,), ("cpu", torch.float32), {"device": "cpu"}], ids=["device", "both", "named"])
+def test_a_pipeline_that_has_no_room_as_a_whole_is_offloaded_and_streamed(
+    how: Any, without_room_for_all: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = wan_pipelines.wan22()
+    expected = wan_pipelines.generate(pipe, "wan22")
+    monkeypatch.setenv("WANSHIM_GENERATE", "1")
+    wanshim.activate("none,diffusers.generate")
+    assert (pipe.to(**how) if isinstance(how, dict) else pipe.to(*how)) is pipe
+    assert all(hasattr(each, "_hf_hook") for each in (pipe.transformer, pipe.transformer_2, pipe.vae))
+    assert torch.equal(wan_pipelines.generate(pipe, "wan22"), expected)
+    row = wanshim.report().row("diffusers.generate")
+    plan, moved = row.notes
+    assert moved == (
+        "WanPipeline has no room on cpu as a whole: each of its models comes there while it computes, as by "
+        "enable_model_cpu_offload()"
+    )
+    assert "cpu streams blocks of its models from host memory, where the script offloads them" in plan
+    assert row.calls == 1
+
+
+def test_a_pipeline_without_room_is_the_script_s_error_where_it_cannot_be_offloaded(
+    without_room_for_all: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANSHIM_GENERATE", "1")
+    wanshim.activate("none,diffusers.generate")
+    pipe = wan_pipelines.wan()
+    monkeypatch.setattr(type(pipe), "model_cpu_offload_seq", None)
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as caught:
+        pipe.to(CPU)
+    assert "model_cpu_offload_seq" in str(caught.value.__cause__)
+    wanshim.deactivate()
+    without_room_for_all.clear()
+    with pytest.raises(torch.OutOfMemoryError):
+        pipe.to(CPU)
 
 
 def without_room(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,6 +88,31 @@ def test_weights_that_an_offload_keeps_page_locked_are_streamed_from_there(reque
     assert torch.equal(generate(pipe, "wan"), expected)  # by its own offload
 
 
+def test_a_pipeline_that_has_no_room_as_a_whole_is_streamed(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    pytest.importorskip("diffusers")
+    torch.manual_seed(0)
+    pipe = wan_pipelines.wan22()
+    for name in ("transformer", "transformer_2"):
+        pipe.register_modules(**{name: wan_pipelines._dit(num_layers=6, ffn_dim=2**18)})
+    num_bytes = sum(p.nbytes for p in pipe.transformer.parameters())
+    expected = generate(pipe.to("cuda"), "wan22")
+    pipe.to("cpu")
+    torch.cuda.empty_cache()
+    monkeypatch.setenv("WANSHIM_GENERATE", "1")
+    wanshim.activate("none,diffusers.generate")
+    request.addfinalizer(wanshim.deactivate)
+    whole = torch.cuda.get_device_properties(0).total_memory
+    request.addfinalizer(partial(torch.cuda.set_per_process_memory_fraction, 1.0))
+    torch.cuda.set_per_process_memory_fraction((1.5 * num_bytes + torch.cuda.memory_reserved()) / whole)
+    pipe.to("cuda")
+    assert torch.equal(generate(pipe, "wan22"), expected)
+    plan, moved = wanshim.report().row("diffusers.generate").notes
+    assert "WanPipeline has no room on cuda:0 as a whole" in moved
+    assert "cuda:0 streams blocks of its models from host memory" in plan
+
+
 @pytest.mark.parametrize("way", ["block", "stream"])
 def test_worker_without_room_streams_from_call_to_call(
     way: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest

@@ -1,0 +1,76 @@
+"""A pipeline that the script moves to a GPU without room for all of its models.
+
+diffusers raises, and its user puts `enable_model_cpu_offload()` in the place of `to("cuda")`. Here that is done for
+them, and the transformers of such a pipeline are streamed as those of any other that is offloaded.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from wanshim.patching import Kind, Seam, SeamState
+from wanshim.patching.vae_method import is_a_rank
+
+if TYPE_CHECKING:
+    import torch
+
+
+def moving_seam(is_served: Callable[[type], bool]) -> Seam:
+    """The seam of a pipeline's `to`.
+
+    Args:
+        is_served: whether pipelines of a class are.
+    """
+    return Seam(
+        "diffusers.pipelines.pipeline_utils:DiffusionPipeline.to",
+        functools.partial(_make, is_served),
+        kind=Kind.WRAPT,
+        passes_through=True,
+        required=False,
+        why="a script that moves its whole pipeline to a GPU ends with OutOfMemoryError, though each of its models has "
+        "room",
+        upstream="https://github.com/huggingface/diffusers (its pages name enable_model_cpu_offload for it)",
+        remove_when="diffusers offloads what has no room by itself",
+    )
+
+
+def _make(is_served: Callable[[type], bool], original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if seam.off or seam.settings.generate is None or not is_served(type(self)) or is_a_rank():
+            return original(self, *args, **kwargs)
+        import torch
+
+        try:
+            return original(self, *args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            try:
+                device = _offload(original, self, *args, **kwargs)
+            except Exception as reason:
+                raise error from reason
+        seam.notes.append(
+            f"{type(self).__name__} has no room on {device} as a whole: each of its models comes there while it "
+            "computes, as by enable_model_cpu_offload()"
+        )
+        return self
+
+    return to
+
+
+def _offload(to: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> torch.device:
+    """Bring a pipeline that is in part on a device back to the host, in the dtype that was asked for, and offload it.
+
+    Returns:
+        The device on which its models compute.
+    """
+    import torch
+
+    from wanshim.core.shared.gpu_memory import indexed
+
+    named = {name: kwargs[name] for name in ("device", "dtype") if name in kwargs}
+    device, dtype, *_ = torch._C._nn._parse_to(*args, **named)
+    on = indexed(device)
+    to(pipe, device="cpu", dtype=dtype, silence_dtype_warnings=True)
+    pipe.enable_model_cpu_offload(device=on)
+    return on
