@@ -12,13 +12,13 @@ one of the first size within each of several limits.
     wanshim generate --gpus 2 -- python benchmarks/generate_script.py model 2 --limit 16 16 --others 16
     wanshim generate --gpus 1 -- python benchmarks/generate_script.py none 20 --model 5B
 
-The first argument says how it offloads the transformer: none, model, group, which is diffusers' with a stream, or move,
-which calls the pipeline's `to("cuda")` within the first limit; the second how many steps. `--model` is 14B, 1.3B, or 5B, which has the VAE of Wan 2.2. `--pair` has both experts of Wan
-2.2, `--compile` compiles their blocks, `--limit` holds torch's allocator to so many GiB once the models are made,
-`--others` leaves so many free on each other GPU, `--size` is that of one call alone, and `--guidance 1` generates
-without guidance, as a distilled model does. It prints, of each call, seconds, the digest of its frames and the peak in
-GiB of its own GPU; what is taken of the others in the end, with the contexts of CUDA; and the host memory of its
-process, shared and locked.
+The first argument says how it offloads the transformer: none, model, group, which is diffusers' with a stream, or
+move, which calls the pipeline's `to("cuda")` within the first limit; the second how many steps. `--model` is 14B,
+1.3B, or 5B, which has the VAE of Wan 2.2. `--pair` has both experts of Wan 2.2, `--compile` compiles their blocks,
+`--limit` holds torch's allocator to so many GiB once the models are made, `--others` leaves so many free on each
+other GPU, `--size` is that of one call alone, and `--guidance 1` generates without guidance, as a distilled model
+does. It prints, of each call, seconds, the digest of its frames and the peak in GiB of its own GPU; what is taken of
+the others in the end, with the contexts of CUDA; and the host memory of its process, shared and locked.
 """
 
 import argparse
