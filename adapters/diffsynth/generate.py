@@ -19,9 +19,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from wanshim.adapters.diffsynth.placement import load_where_there_is_room
 from wanshim.adapters.diffsynth.training_road import FAMILIES
 from wanshim.patching import Feature, Kind, Seam, SeamState
 from wanshim.patching.pipeline_call import loading_seam, replace_call, say_not_served, start_ahead, watch_forward
+from wanshim.patching.vae_method import is_a_rank
 
 if TYPE_CHECKING:
     from wanshim.adapters.diffsynth.splitting.family import Denoising, Family
@@ -249,6 +251,11 @@ def _served_or_said(original: Callable[..., Any], seam: SeamState) -> Callable[.
         if served.keys().isdisjoint(f"{cls.__module__}:{cls.__qualname__}" for cls in type(self).__mro__):
             names = " and ".join(sorted(name.split(":")[1] for name in served))
             say_not_served(seam, type(self).__name__, f"of DiffSynth's pipelines {names} are served")
+        elif not seam.off and seam.settings.generate is not None and not is_a_rank():
+            loaded, note = load_where_there_is_room(original, self, *args, **kwargs)
+            if note:
+                seam.notes.append(note)
+            return loaded
         return original(self, *args, **kwargs)
 
     return download_and_load_models

@@ -9,8 +9,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from diffsynth.configs import VRAM_MANAGEMENT_MODULE_MAPS
+from diffsynth.models.model_loader import ModelPool
+from diffsynth.pipelines.wan_video import ModelConfig, WanVideoPipeline
 from packaging.version import Version
 
 import wanshim
@@ -19,6 +23,7 @@ from tests.contract.diffsynth import variants, vram_management, wan_pipelines
 from wanshim.adapters.diffsynth import vram
 from wanshim.adapters.diffsynth.generate import bind
 from wanshim.core.streaming import HostCopy
+from wanshim.demo import wan_checkpoint
 from wanshim.errors import ModelInvalid
 
 SCRIPT = "tests.contract.diffsynth.vram_management"
@@ -55,6 +60,87 @@ def test_frames_are_those_of_the_script_and_its_management_goes_on(
     assert {weight.device.type for name, weight in pipe.dit.named_parameters() if "q.weight" in name} == places
     handle.remove()
     assert torch.equal(wan_pipelines.generate(pipe, kind), expected)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> wan_checkpoint.CheckpointFiles:
+    made = wan_checkpoint.write(tmp_path_factory.mktemp("checkpoint"))
+    wan_checkpoint.register(made)
+    return made
+
+
+def loaded(files: wan_checkpoint.CheckpointFiles, **places: Any) -> Any:
+    return WanVideoPipeline.from_pretrained(
+        torch_dtype=torch.bfloat16,
+        device="cpu",
+        model_configs=[ModelConfig(path=str(path), **places) for path in files.models],
+        tokenizer_config=ModelConfig(path=str(files.tokenizer)),
+        redirect_common_files=False,
+    )
+
+
+def clip(pipe: Any, **changed: Any) -> torch.Tensor:
+    pipe.scheduler.set_timesteps(2)
+    given = {"seed": 1, "height": 32, "width": 48, "num_frames": 5, "num_inference_steps": 2, "tiled": False}
+    return torch.stack([torch.from_numpy(np.array(image)) for image in pipe(prompt="a clip", **given | changed)])
+
+
+@pytest.fixture
+def without_room_for_all(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """No GPU is here to fill: the second model is said to have no room."""
+    asked: list[str] = []
+    load = ModelPool.load_model_file
+
+    def load_model_file(self: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        asked.append(config["model_name"])
+        if len(asked) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return load(self, config, *args, **kwargs)
+
+    monkeypatch.setattr(ModelPool, "load_model_file", load_model_file)
+    own = VRAM_MANAGEMENT_MODULE_MAPS["diffsynth.models.wan_video_vae.WanVideoVAE"]
+    monkeypatch.setitem(VRAM_MANAGEMENT_MODULE_MAPS, f"{wan_checkpoint.__name__}.tiny_vae", own)
+    return asked
+
+
+def test_models_without_room_for_all_are_loaded_into_host_memory_and_streamed(
+    files: wan_checkpoint.CheckpointFiles, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = loaded(files)
+    expected = [clip(pipe), clip(pipe, num_frames=9)]
+    without_room = request.getfixturevalue("without_room_for_all")
+    monkeypatch.setenv("WANSHIM_GENERATE", "1")
+    wanshim.activate("none,diffsynth.generate")
+    pipe = loaded(files)
+    assert len(without_room) == 2 + len(files.models)
+    assert pipe.vram_management_enabled
+    assert all(map(torch.equal, [clip(pipe), clip(pipe, num_frames=9)], expected))
+    row = wanshim.report().row("diffsynth.generate")
+    assert row.calls == 2
+    (moved,) = (note for note in row.notes if "has no room" in note)
+    assert moved == (
+        "WanVideoPipeline has no room on cpu as a whole: its models are loaded into host memory, as with "
+        'offload_device="cpu" in each ModelConfig'
+    )
+    assert any("cpu streams blocks of its models from host memory" in note for note in row.notes)
+
+
+@pytest.mark.parametrize("way", ["off", "own places"])
+def test_without_room_the_script_s_own_places_and_a_script_without_the_feature_get_the_error(
+    way: str,
+    files: wan_checkpoint.CheckpointFiles,
+    without_room_for_all: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WANSHIM_GENERATE", "1")
+    wanshim.activate("none,diffsynth.generate")
+    places: dict[str, Any] = {"offload_device": "cpu", "offload_dtype": torch.bfloat16}
+    if way == "off":
+        wanshim.deactivate()
+        places = {}
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        loaded(files, **places)
+    assert len(without_room_for_all) == 2
 
 
 def test_blocks_that_another_model_computes_from_their_children_keep_their_management(tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
+import wanshim
 from wanshim.core.generation import Request, SharedPipeline
 
 pytest.importorskip("diffsynth")
@@ -43,3 +46,45 @@ def test_frames_of_two_processes_are_those_of_one(kind: str, devices: tuple[str,
         assert bool(shared.shared_vae_calls) == apart, "processes on one GPU leave the VAE to one"
     finally:
         shared.close()
+
+
+@pytest.mark.gpu(1)
+def test_models_without_room_for_all_are_streamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    import numpy as np
+    from diffsynth.configs import VRAM_MANAGEMENT_MODULE_MAPS
+    from diffsynth.pipelines.wan_video import ModelConfig, WanVideoPipeline
+
+    from wanshim.demo import wan_checkpoint
+
+    wide = wan_checkpoint.DIT | {"dim": 512, "ffn_dim": 2**17}
+    files = wan_checkpoint.write(tmp_path, dit=wide)
+    wan_checkpoint.register(files, dit=wide)
+    own = VRAM_MANAGEMENT_MODULE_MAPS["diffsynth.models.wan_video_vae.WanVideoVAE"]
+    monkeypatch.setitem(VRAM_MANAGEMENT_MODULE_MAPS, f"{wan_checkpoint.__name__}.tiny_vae", own)
+
+    def clip() -> np.ndarray:
+        pipe = WanVideoPipeline.from_pretrained(
+            torch_dtype=torch.bfloat16,
+            device="cuda",
+            model_configs=[ModelConfig(path=str(path)) for path in files.models],
+            tokenizer_config=ModelConfig(path=str(files.tokenizer)),
+            redirect_common_files=False,
+        )
+        video = pipe(prompt="a clip", seed=1, height=64, width=96, num_frames=5, num_inference_steps=2, tiled=False)
+        return np.stack([np.array(image) for image in video])
+
+    expected = clip()
+    gc.collect()
+    torch.cuda.empty_cache()
+    monkeypatch.setenv("WANSHIM_GENERATE", "1")
+    wanshim.activate("none,diffsynth.generate")
+    request.addfinalizer(wanshim.deactivate)
+    request.addfinalizer(partial(torch.cuda.set_per_process_memory_fraction, 1.0))
+    room = files.dit.stat().st_size * 2 // 3 + torch.cuda.memory_reserved()
+    torch.cuda.set_per_process_memory_fraction(room / torch.cuda.get_device_properties(0).total_memory)
+    assert np.array_equal(clip(), expected)
+    notes = wanshim.report().row("diffsynth.generate").notes
+    assert any("WanVideoPipeline has no room on cuda as a whole" in note for note in notes), notes
+    assert any("cuda:0 streams blocks of its models from host memory" in note for note in notes), notes
