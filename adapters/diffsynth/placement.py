@@ -57,7 +57,8 @@ def load_where_there_is_room(load: Callable[..., Any], pipe: Any, /, *args: Any,
 
 def _on_host(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
     """A `ModelConfig` with the places of a low-VRAM example; the script's own, if it has some or is quantized."""
-    if config.offload_device is not None or config.offload_dtype is not None or getattr(config, "quantize", None):
+    are_own = config.offload_device is not None and config.offload_dtype is not None  # DiffSynth passes over one alone
+    if are_own or getattr(config, "quantize", None):
         return config
     dtype, device = config.computation_dtype or dtype, config.computation_device or device
     return dataclasses.replace(

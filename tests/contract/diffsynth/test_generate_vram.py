@@ -103,15 +103,19 @@ def without_room_for_all(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
+@pytest.mark.parametrize("places", [{}, {"offload_device": "cpu"}], ids=["none", "half"])
 def test_models_without_room_for_all_are_loaded_into_host_memory_and_streamed(
-    files: wan_checkpoint.CheckpointFiles, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    places: dict[str, str],
+    files: wan_checkpoint.CheckpointFiles,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pipe = loaded(files)
     expected = [clip(pipe), clip(pipe, num_frames=9)]
     without_room = request.getfixturevalue("without_room_for_all")
     monkeypatch.setenv("WANSHIM_GENERATE", "1")
     wanshim.activate("none,diffsynth.generate")
-    pipe = loaded(files)
+    pipe = loaded(files, **places)
     assert len(without_room) == 2 + len(files.models)
     assert pipe.vram_management_enabled
     assert all(map(torch.equal, [clip(pipe), clip(pipe, num_frames=9)], expected))
