@@ -390,7 +390,7 @@ def _say_without_effect(step: Step, seam: SeamState) -> bool:
 
 def step_feature(
     step: Step, *, summary: str, why: str, upstream: str, remove_when: str, relies_on: tuple[str, ...] = (),
-    families: Mapping[str, tuple[str, ...]] = {},
+    families: Mapping[str, tuple[str, ...]] = {}, blocked: Callable[[Settings], str | None] | None = None,
     others: Mapping[str, tuple[Callable[[Any, SeamState], Any], str]] = {},
 ) -> Feature:  # fmt: skip
     """The feature that switches on a step. It wraps both of DiffSynth's training launchers; a release without the
@@ -413,6 +413,7 @@ def step_feature(
         switched_on_by=step.setting,
         relies_on=relies_on,
         families=families,
+        blocked=blocked,
         seams=tuple(
             loop_seam(target, make, why=reason, upstream=upstream, remove_when=remove_when, required=target == LAUNCHER)
             for target, (make, reason) in seams.items()

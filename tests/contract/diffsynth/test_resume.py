@@ -785,6 +785,20 @@ def test_fewer_processes_that_would_change_the_samples_of_a_step_are_refused_wit
     assert "accelerate launch --num_processes 2) and --gradient_accumulation_steps 1" in found
 
 
+@pytest.mark.parametrize("engine", ["DeepSpeed", "FSDP"])
+def test_engine_of_accelerate_is_refused_when_wanshim_is_activated(
+    monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    """As in a process of `accelerate launch`, before it has loaded a model."""
+    monkeypatch.setenv(f"ACCELERATE_USE_{engine.upper()}", "true")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    expected = rf"{engine} \(--use_{engine.lower()}, .*\) and WANSHIM_RESUME each keep parameters and optimizer: leave"
+    with pytest.raises(FeatureUnavailable, match=expected):
+        wanshim.activate()
+    monkeypatch.setenv("WANSHIM_RESUME", "off")
+    wanshim.activate()
+
+
 @pytest.mark.parametrize("kind", ["DEEPSPEED", "FSDP"])
 def test_what_shards_parameters_is_refused_by_name(kind: str) -> None:
     """On a double of accelerate's: neither starts in one process without a GPU."""
