@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -323,12 +323,24 @@ def _on_the_road(call: TrainingCall, on: Mapping[str, SeamState]) -> Iterator[No
     with Undo() as undo:
         undo.add(partial(_taken.reset, _taken.set(True)))
         try:
-            share_output_folder(call)
-            prepare(call, on, undo)
+            with _counted_as_failed(on.values()):
+                share_output_folder(call)
+                prepare(call, on, undo)
             yield
         except BaseException as error:
             call.end_others(error)
             raise
+
+
+@contextmanager
+def _counted_as_failed(seams: Iterable[SeamState]) -> Iterator[None]:
+    """A call that is refused has had no effect."""
+    try:
+        yield
+    except BaseException:
+        for seam in seams:
+            seam.fail()
+        raise
 
 
 def watch_steps(seam: SeamState, say: Callable[[], bool]) -> None:
