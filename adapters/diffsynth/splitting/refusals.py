@@ -136,15 +136,22 @@ def heads_refusal(heads: int, read: Settings) -> str | None:
     return f"{ranks} ranks for {heads} attention heads, of which each computes whole ones: start {heads}{grouped}"
 
 
+def placed_by_another(call: TrainingCall) -> str | None:
+    """The name of what places the parameters of this training job in place of a plan, or None."""
+    if call.option("enable_model_cpu_offload", False):
+        return "--enable_model_cpu_offload streams the whole model through one GPU"
+    if getattr(call.accelerator.state, "deepspeed_plugin", None) is not None:
+        return "DeepSpeed places the parameters itself"
+    if getattr(call.accelerator.state, "fsdp_plugin", None) is not None:
+        return "FSDP places the parameters itself"
+    return None
+
+
 def conflict(call: TrainingCall, read: Settings) -> str | None:
     """The reason for which this training job, or its pipeline, goes with no plan, or None."""
     accelerator, pipe = call.accelerator, call.pipe
-    if call.option("enable_model_cpu_offload", False):
-        return "--enable_model_cpu_offload streams the whole model through one GPU"
-    if getattr(accelerator.state, "deepspeed_plugin", None) is not None:
-        return "DeepSpeed places the parameters itself"
-    if getattr(accelerator.state, "fsdp_plugin", None) is not None:
-        return "FSDP places the parameters itself"
+    if (reason := placed_by_another(call)) is not None:
+        return reason
     family = family_of(call.dit)
     for name in family.second if family is not None else ():
         part = getattr(pipe, name, None)
