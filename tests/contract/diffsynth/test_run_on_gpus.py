@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -375,6 +376,33 @@ def test_accelerates_launcher_is_refused_with_what_its_configuration_sets(tmp_pa
     assert "accelerate's launcher, which starts 2 processes itself" in said
     assert "mixed_precision=bf16" in said
     assert "ACCELERATE_MIXED_PRECISION=bf16 wanshim run --gpus N -- python train.py." in said
+
+
+def test_line_on_what_a_configuration_alone_sets_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from accelerate.commands import launch
+    from accelerate.commands.config import config_args
+
+    from wanshim.launch.boot import launchers
+
+    configured = tmp_path / "default_config.yaml"
+    configured.write_text("distributed_type: 'NO'\nmixed_precision: bf16\nnum_processes: 1\nnum_machines: 1\n")
+    for module in (launch, config_args):
+        monkeypatch.setattr(module, "default_config_file", str(configured))
+    made = SimpleNamespace(__wrapped__=launch.prepare_simple_launcher_cmd_env)  # as it is behind the watch
+    monkeypatch.setattr(launch, "prepare_simple_launcher_cmd_env", made)
+    launchers._say_what_is_lost()
+    assert "accelerate's configuration sets mixed_precision=bf16, which its launcher" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_engine_that_accelerates_launcher_sets_is_named_and_no_command_that_would_be_refused_too(tmp_path: Path) -> None:
+    done = run(tmp_path, "--gpus", "2", "--", tool("accelerate"), "launch", "--use_fsdp", "train.py")
+    assert (done.returncode, started(tmp_path)) == (2, [])
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("wanshim: "))
+    assert line.startswith("wanshim: FSDP (--use_fsdp, ACCELERATE_USE_FSDP, or distributed_type in ")
+    assert ") and --gpus 2 each take over the parameters: leave one of the two out" in line
 
 
 @pytest.mark.slow
