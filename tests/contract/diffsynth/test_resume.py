@@ -35,7 +35,7 @@ from tests.contract.diffsynth.resume_runs import said
 from tests.contract.diffsynth.training import Pipe, wan_pipe
 from wanshim.adapters.diffsynth.resume import FEATURE, STEP
 from wanshim.adapters.diffsynth.resuming import run as resume_run
-from wanshim.adapters.diffsynth.resuming.identity import samples_of
+from wanshim.adapters.diffsynth.resuming.identity import FILES, changes, files_of, samples_of
 from wanshim.adapters.diffsynth.training_road import TrainingCall
 from wanshim.core.resume import tree, writer
 from wanshim.core.resume.state import RunState, read_state, write_state
@@ -313,7 +313,7 @@ def test_state_of_an_earlier_release_goes_on(tmp_path: Path) -> None:
         train(tmp_path / "out", at=3, end="error")
     run = tmp_path / "out" / "training_state" / "run-1"
     state = read_state(max(run.glob("step-*")))
-    del state.facts["frozen"], state.facts["ranks"][0]["module"]
+    del state.facts["frozen"], state.facts["ranks"][0]["module"], state.facts["identity"]["files_of_dataset"]
     write_state(run, 3, state)
     train(tmp_path / "out", seed=99, attempt=1)
     assert seen(tmp_path / "out", 0, 1) == expected[3:]
@@ -705,6 +705,21 @@ def test_samples_that_are_encoded_anew_into_the_same_files_are_another_dataset(t
     assert first.startswith("70 samples of UnifiedDataset, ")
     assert encoded(1.0) == first
     assert encoded(2.0) != first
+
+
+def test_videos_that_are_replaced_are_seen_and_states_of_an_earlier_release_do_not_know_them(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text(json.dumps([{"video": "a.mp4", "prompt": "b.mp4"}, {"video": ["c.png", 1]}]))
+    for name in ("a.mp4", "b.mp4", "c.png"):
+        (tmp_path / name).write_bytes(b"12345")
+    dataset = UnifiedDataset(str(tmp_path), str(tmp_path / "rows.json"), data_file_keys=("video", "image"))
+    first = files_of(dataset)
+    assert first.startswith("2 files, ")
+    (tmp_path / "b.mp4").write_bytes(b"a caption that is a file's name, too")
+    assert files_of(dataset) == first
+    (tmp_path / "c.png").write_bytes(b"another")
+    second = files_of(dataset)
+    assert changes({FILES: first, "seed": 1}, {FILES: second, "seed": 1}) == {FILES: (first, second)}
+    assert changes({"seed": 1}, {FILES: second, "seed": 2}) == {"seed": (1, 2)}
 
 
 @pytest.mark.parametrize("kept", [[{"a": 1}], [torch.ones(1)], {"a": 1}, (1, 2), np.ones(3), [], None], ids=repr)
