@@ -44,7 +44,7 @@ def dit_blocks(dit: torch.nn.Module) -> list[torch.nn.Module]:
 def cannot_train(variable: str, value: str | None, reason: str) -> FeatureUnavailable:
     """The refusal of a job that cannot be trained as a variable asks, by the option that set it where one did."""
     written = hand_over.as_written(variable)
-    given = f"{variable}={value}" if written == variable else written
+    given = hand_over.as_given(variable, value)
     return FeatureUnavailable(f"{given} cannot train this model: {reason}", hint=f"Leave out {written}, or change that")
 
 

@@ -157,7 +157,7 @@ def test_script_with_its_own_loop_ends_under_gpus(tmp_path: Path) -> None:
         timeout=240,
     )
     assert done.returncode != 0
-    assert "WANSHIM_PLAN=sequence has no effect on this training loop" in done.stderr
+    assert "--gpus 2 has no effect on this training loop" in done.stderr
     assert "trained" not in done.stdout
 
 

@@ -378,6 +378,26 @@ def test_accelerates_launcher_is_refused_with_what_its_configuration_sets(tmp_pa
     assert "ACCELERATE_MIXED_PRECISION=bf16 wanshim run --gpus N -- python train.py." in said
 
 
+STEPS = """
+import torch
+weight = torch.nn.Parameter(torch.ones(2))
+optimizer = torch.optim.SGD([weight], lr=1.0)
+weight.sum().backward()
+optimizer.step()
+print("trained")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
+def test_loop_without_a_framework_that_is_planned_for_is_told_at_its_first_step(tmp_path: Path, count: int) -> None:
+    """As one over diffusers: several ranks are ended, since each would train by itself, and one goes on."""
+    done = run(tmp_path, "--gpus", str(count), "--", "train.py", script=STEPS)
+    assert (done.returncode == 0, "trained" in done.stdout) == (count == 1, count == 1)
+    reason = f"--gpus {count} has no effect on this training loop: the program has not imported diffsynth"
+    assert reason + ", and each of 2 processes trains by itself. " * (count > 1) in done.stderr
+
+
 def test_line_on_what_a_configuration_alone_sets_is_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
