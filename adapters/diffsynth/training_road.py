@@ -377,26 +377,28 @@ def _take_road_of_all(step: Step, original: Callable[..., Any], seam: SeamState)
     taken out, a loop of the user's own that steps without it is told that the step is not taken."""
     # whatever value switched the feature on: a feature may have several steps
     watch_steps(
-        seam, lambda: not _taken.get() and seam.settings.is_on(step.setting) and _say_without_effect(step, seam)
+        seam, lambda: not _taken.get() and seam.settings.is_on(step.setting) and say_without_effect(seam, step.feature, step.setting, step.without)
     )
     return take_road(step.feature, original, seam)
 
 
-def _say_without_effect(step: Step, seam: SeamState) -> bool:
-    """Raises:
+def say_without_effect(seam: SeamState, feature: str, setting: str, without: str) -> bool:
+    """Report, for a loop that goes past the launcher, what its variable does not do there.
+
+    Raises:
     FeatureUnavailable: under strict.
     """
     import logging  # needed by few: not at activation
 
     read = seam.settings
-    variable = read.sources.get(step.setting, step.setting)
+    variable = read.sources.get(setting, setting)
     why, remedy = why_outside()
-    reason = f"{variable} has no effect on this training loop, {step.without}: {why}"
-    if read.insists_on(step.setting):
+    reason = f"{variable} has no effect on this training loop, {without}: {why}"
+    if read.insists_on(setting):
         raise FeatureUnavailable(reason, hint=f"{remedy}, or unset {variable}")
     seam.enter()
     seam.fall_back(reason)
-    logging.getLogger("wanshim").warning("wanshim: %s: %s", step.feature, reason)
+    logging.getLogger("wanshim").warning("wanshim: %s: %s", feature, reason)
     return True
 
 
