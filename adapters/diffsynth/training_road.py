@@ -375,10 +375,13 @@ def why_outside() -> tuple[str, str]:
 def _take_road_of_all(step: Step, original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     """The replacement of the launcher that all training goes through, for the feature of this step. Until `seam` is
     taken out, a loop of the user's own that steps without it is told that the step is not taken."""
-    # whatever value switched the feature on: a feature may have several steps
-    watch_steps(
-        seam, lambda: not _taken.get() and seam.settings.is_on(step.setting) and say_without_effect(seam, step.feature, step.setting, step.without)
-    )
+
+    def say() -> bool:
+        # whatever value switched the feature on: a feature may have several steps
+        past = not _taken.get() and seam.settings.is_on(step.setting)
+        return past and say_without_effect(seam, step.feature, step.setting, step.without)
+
+    watch_steps(seam, say)
     return take_road(step.feature, original, seam)
 
 

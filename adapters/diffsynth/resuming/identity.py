@@ -126,7 +126,8 @@ def files_of(dataset: Any) -> str:
     some = rows[:: -(-len(rows) // SAMPLED)] if isinstance(rows, list) and rows else []
     values = [row[key] for row in some if isinstance(row, dict) for key in keys if key in row]
     names = [name for value in values for name in (value if isinstance(value, list) else [value])]
-    found = [contents_of(Path(getattr(dataset, "base_path", None) or "", name)) for name in names if isinstance(name, str)]
+    folder = Path(getattr(dataset, "base_path", None) or "")
+    found = [contents_of(folder / name) for name in names if isinstance(name, str)]
     return f"{len(found)} files, {digest_of(found)}"
 
 

@@ -417,7 +417,7 @@ def test_line_on_what_a_configuration_alone_sets_is_a_sentence(
 
 
 @pytest.mark.slow
-def test_engine_that_accelerates_launcher_sets_is_named_and_no_command_that_would_be_refused_too(tmp_path: Path) -> None:
+def test_engine_that_accelerates_launcher_sets_is_refused_as_an_engine(tmp_path: Path) -> None:
     done = run(tmp_path, "--gpus", "2", "--", tool("accelerate"), "launch", "--use_fsdp", "train.py")
     assert (done.returncode, started(tmp_path)) == (2, [])
     (line,) = (line for line in done.stderr.splitlines() if line.startswith("wanshim: "))
