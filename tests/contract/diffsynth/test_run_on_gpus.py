@@ -398,6 +398,12 @@ def test_loop_without_a_framework_that_is_planned_for_is_told_at_its_first_step(
     assert reason + ", and each of 2 processes trains by itself. " * (count > 1) in done.stderr
 
 
+@pytest.mark.slow
+def test_loop_over_what_wanshim_s_own_functions_shard_is_left_alone(tmp_path: Path) -> None:
+    done = run(tmp_path, "--gpus", "2", "--", "train.py", script=f"import wanshim\nwanshim.shard_sequence\n{STEPS}")
+    assert (done.returncode, done.stdout) == (0, "trained\ntrained\n"), done.stderr
+
+
 def test_line_on_what_a_configuration_alone_sets_is_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,12 +3,15 @@ nothing for it, and each rank train by itself. Where such a framework is importe
 
 from __future__ import annotations
 
+import sys
+
 from wanshim import activation, hand_over
 from wanshim.errors import FeatureUnavailable
 from wanshim.patching.hooks import ImportHook
 from wanshim.process_report import say
 from wanshim.settings import PLAN
 
+BY_ITSELF = {"wanshim.core.model_split", "wanshim.core.sequence"}  # by which a program splits or shards its model
 _hook = ImportHook()
 _seen: list[bool] = []
 
@@ -28,7 +31,11 @@ def _look(*step: object) -> None:
     _seen.append(True)
     current, option = activation.CURRENT, hand_over.as_written(PLAN)
     planning = [run for name, run in current.runs.items() if name.endswith(".model_split") and current.applies(name)]
-    if not planning or any(state.undo is not None for run in planning for state in run.seams):
+    if (
+        BY_ITSELF & sys.modules.keys()
+        or not planning
+        or any(state.undo is not None for run in planning for state in run.seams)
+    ):
         return
     names = " or ".join(run.feature.framework for run in planning)
     _, count = hand_over.run_rank() or (0, 1)
