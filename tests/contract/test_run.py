@@ -9,6 +9,7 @@ import select
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -241,7 +242,8 @@ def test_folder_of_a_run_that_was_killed_is_removed_by_the_next_and_that_of_one_
     killed.wait()
     killed.stdout.close()
     os.utime(folder, (old, old))
-    _, _, host, boot, some = folder.name.split("-")
+    *_, boot, some = folder.name.split("-")
+    host = socket.gethostname()
     folder.rename(tmp_path / f"wanshim-run-container-{boot}-{some}")
     (tmp_path / f"wanshim-run-{host}-{'0' * 32}-{some}").mkdir()  # of an earlier boot
     (tmp_path / f"wanshim-run-{host}a-{'0' * 32}-{some}").mkdir()  # of another machine

@@ -204,7 +204,8 @@ def _start(
 def _folder() -> Iterator[Path]:
     """A folder for the files of the ranks. Those of launchers that were killed are removed."""
     parent = Path(tempfile.gettempdir())
-    host, boot = processes.machine().replace("-", "").split("/")
+    host, _, boot = processes.machine().partition("/")
+    boot = boot.replace("-", "")
     # A share may keep the locks of another machine to that machine. One is known by its name, which a container has
     # anew each time, or by its boot; lengths are exact, since a machine's name may begin another's.
     digits, some = "[0-9a-f]", "[0-9a-f]" * 16
