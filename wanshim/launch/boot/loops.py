@@ -42,5 +42,5 @@ def _look(*step: object) -> None:
     each = f", and each of {count} processes trains by itself" if count > 1 else ""
     reason = f"{option} has no effect on this training loop: the program has not imported {names}{each}"
     if count > 1 or current.settings.strict:
-        raise FeatureUnavailable(reason, hint=f"Train through its own training task, or leave out {option}")
+        raise FeatureUnavailable(reason, hint=f"Train through the training task of {names}, or leave out {option}")
     say(reason)
