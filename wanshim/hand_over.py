@@ -85,6 +85,12 @@ def as_written(name: str) -> str:
     return next((option for option, variable in asked if variable == assigned), name)
 
 
+def as_given(name: str, value: object) -> str:
+    """`as_written`, with its value where that is the variable."""
+    written = as_written(name)
+    return f"{name}={value}" if written == name else written
+
+
 def has_parent() -> bool:
     """Whether `wanshim run`, or a process that was activated, has started this one, and has looked at its variables."""
     return any(os.environ.get(name) for name in (INHERITED, RUN_PREFIX))

@@ -557,6 +557,13 @@ class Settings:
         return self.strict and self.sources.get(field) != FAST
 
     @property
+    def engine_named(self) -> str:
+        """The engine, with the ways in which it is asked for."""
+        assert self.engine is not None  # or nobody speaks of it
+        way = f"--use_{self.engine.lower()}, {ENGINES[self.engine]}, or distributed_type in accelerate's configuration"
+        return f"{self.engine} ({way})"
+
+    @property
     def plan_name(self) -> str | None:
         return self.plan.name if self.plan is not None else None
 

@@ -39,7 +39,7 @@ def refusal(call: TrainingCall, read: Settings) -> str | None:
     """Why nothing is kept in this training job, by name, or None."""
     engine = call.accelerator.distributed_type.value
     if engine in ENGINES:
-        return f"{engine} gathers weights in each call, on all ranks at once"
+        return f"{engine} may gather weights in each call, on all ranks at once"
     if not getattr(call.pipe, "units", None):
         return "its pipeline has no units"
     if not any(map(partial(_encodes, call.pipe), call.pipe.units)):

@@ -16,9 +16,10 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from wanshim import hand_over
 from wanshim.adapters.diffsynth.training_road import FAMILIES, LAUNCHER, MODEL_SPLIT, loop_seam
 from wanshim.patching import Feature, Kind, Seam, SeamState
-from wanshim.settings import ENGINES, Settings, visible_gpus
+from wanshim.settings import Settings, visible_gpus
 
 if TYPE_CHECKING:
     import torch
@@ -37,9 +38,8 @@ def blocked(read: Settings) -> str | None:
     left_to_wanshim = wanted == "auto" and read.base is None and len(read.devices or ()) < 2
     if read.engine is not None and not left_to_wanshim:
         asking = ("base", "devices") if wanted == "auto" else ("plan", "devices", "base")
-        asked = next(filter(None, map(read.sources.get, asking)), MODEL_SPLIT)
-        way = f"--use_{read.engine.lower()}, {ENGINES[read.engine]}, or distributed_type in accelerate's configuration"
-        return f"{read.engine} ({way}) and {asked} each take over the parameters: leave one of the two out"
+        asked = hand_over.as_written(next(filter(None, map(read.sources.get, asking)), MODEL_SPLIT))
+        return f"{read.engine_named} and {asked} each take over the parameters: leave one of the two out"
     if wanted in ("stream", "sequence") or (wanted == "auto" and read.devices is None):
         return None  # one device a process, the one accelerate gives it
     if processes is None:

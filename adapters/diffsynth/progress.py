@@ -18,7 +18,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wanshim.adapters.diffsynth.training_road import LAUNCHER, TrainingCall, loop_seam, share_output_folder
+from wanshim.adapters.diffsynth.training_road import (
+    LAUNCHER,
+    TrainingCall,
+    loop_seam,
+    say_without_effect,
+    share_output_folder,
+    watch_steps,
+)
 from wanshim.patching import Feature, SeamState
 from wanshim.undo import Undo
 
@@ -162,6 +169,12 @@ def _recording(job: RecordedRun) -> Iterator[None]:
 
 
 def _record_run(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
+    def say_that_nothing_is_logged() -> bool:
+        past = _job.get() is None and seam.settings.is_on("progress_dir")
+        return past and say_without_effect(seam, FEATURE.name, "progress_dir", "nothing is logged")
+
+    if seam.seam.target == LAUNCHER:
+        watch_steps(seam, say_that_nothing_is_logged)
     signature = inspect.signature(original)
 
     def launch(*args: object, **kwargs: object) -> Any:

@@ -36,6 +36,13 @@ def refusal(call: TrainingCall, read: Settings) -> str | None:
     return None
 
 
+def blocked(read: Settings) -> str | None:
+    """Why the processes that accelerate starts cannot have it, said before they load a model."""
+    if read.engine is None or read.resume is None:
+        return None
+    return f"{read.engine_named} and WANSHIM_RESUME each keep parameters and optimizer: leave one of the two out"
+
+
 def _apply(run: Run, row: Row) -> None:
     """Restore the state of this run if there is one, and save states until the run ends."""
     from wanshim.adapters.diffsynth.resuming.run import ResumableRun
@@ -83,6 +90,7 @@ FEATURE = step_feature(
     why="makes a new optimizer, schedule and shuffle at each start, and saves trained weights alone",
     upstream="https://github.com/modelscope/DiffSynth-Studio/issues/1104 (and 225, 1406)",
     remove_when="DiffSynth saves and restores the whole state of a run",
+    blocked=blocked,
     others={
         "diffsynth.diffusion.parsers:add_output_config": (
             _compare_arguments,

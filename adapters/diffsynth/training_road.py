@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -323,12 +323,24 @@ def _on_the_road(call: TrainingCall, on: Mapping[str, SeamState]) -> Iterator[No
     with Undo() as undo:
         undo.add(partial(_taken.reset, _taken.set(True)))
         try:
-            share_output_folder(call)
-            prepare(call, on, undo)
+            with _counted_as_failed(on.values()):
+                share_output_folder(call)
+                prepare(call, on, undo)
             yield
         except BaseException as error:
             call.end_others(error)
             raise
+
+
+@contextmanager
+def _counted_as_failed(seams: Iterable[SeamState]) -> Iterator[None]:
+    """A call that is refused has had no effect."""
+    try:
+        yield
+    except BaseException:
+        for seam in seams:
+            seam.fail()
+        raise
 
 
 def watch_steps(seam: SeamState, say: Callable[[], bool]) -> None:
@@ -363,34 +375,39 @@ def why_outside() -> tuple[str, str]:
 def _take_road_of_all(step: Step, original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
     """The replacement of the launcher that all training goes through, for the feature of this step. Until `seam` is
     taken out, a loop of the user's own that steps without it is told that the step is not taken."""
-    # whatever value switched the feature on: a feature may have several steps
-    watch_steps(
-        seam, lambda: not _taken.get() and seam.settings.is_on(step.setting) and _say_without_effect(step, seam)
-    )
+
+    def say() -> bool:
+        # whatever value switched the feature on: a feature may have several steps
+        past = not _taken.get() and seam.settings.is_on(step.setting)
+        return past and say_without_effect(seam, step.feature, step.setting, step.without)
+
+    watch_steps(seam, say)
     return take_road(step.feature, original, seam)
 
 
-def _say_without_effect(step: Step, seam: SeamState) -> bool:
-    """Raises:
+def say_without_effect(seam: SeamState, feature: str, setting: str, without: str) -> bool:
+    """Report, for a loop that goes past the launcher, what its variable does not do there.
+
+    Raises:
     FeatureUnavailable: under strict.
     """
     import logging  # needed by few: not at activation
 
     read = seam.settings
-    variable = read.sources.get(step.setting, step.setting)
+    variable = read.sources.get(setting, setting)
     why, remedy = why_outside()
-    reason = f"{variable} has no effect on this training loop, {step.without}: {why}"
-    if read.insists_on(step.setting):
+    reason = f"{variable} has no effect on this training loop, {without}: {why}"
+    if read.insists_on(setting):
         raise FeatureUnavailable(reason, hint=f"{remedy}, or unset {variable}")
     seam.enter()
     seam.fall_back(reason)
-    logging.getLogger("wanshim").warning("wanshim: %s: %s", step.feature, reason)
+    logging.getLogger("wanshim").warning("wanshim: %s: %s", feature, reason)
     return True
 
 
 def step_feature(
     step: Step, *, summary: str, why: str, upstream: str, remove_when: str, relies_on: tuple[str, ...] = (),
-    families: Mapping[str, tuple[str, ...]] = {},
+    families: Mapping[str, tuple[str, ...]] = {}, blocked: Callable[[Settings], str | None] | None = None,
     others: Mapping[str, tuple[Callable[[Any, SeamState], Any], str]] = {},
 ) -> Feature:  # fmt: skip
     """The feature that switches on a step. It wraps both of DiffSynth's training launchers; a release without the
@@ -413,6 +430,7 @@ def step_feature(
         switched_on_by=step.setting,
         relies_on=relies_on,
         families=families,
+        blocked=blocked,
         seams=tuple(
             loop_seam(target, make, why=reason, upstream=upstream, remove_when=remove_when, required=target == LAUNCHER)
             for target, (make, reason) in seams.items()

@@ -9,6 +9,7 @@ import select
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -241,9 +242,15 @@ def test_folder_of_a_run_that_was_killed_is_removed_by_the_next_and_that_of_one_
     killed.wait()
     killed.stdout.close()
     os.utime(folder, (old, old))
+    *_, boot, some = folder.name.split("-")
+    host = socket.gethostname()
+    folder.rename(tmp_path / f"wanshim-run-container-{boot}-{some}")
+    (tmp_path / f"wanshim-run-{host}-{'0' * 32}-{some}").mkdir()  # of an earlier boot
+    (tmp_path / f"wanshim-run-{host}a-{'0' * 32}-{some}").mkdir()  # of another machine
     (tmp_path / "wanshim-run-of-another").symlink_to(tmp_path)  # no link is followed
     run_by_an_interpreter("sh", "-c", "", TMPDIR=str(tmp_path))
-    assert [path.name for path in tmp_path.iterdir()] == ["wanshim-run-of-another"]
+    left = {f"wanshim-run-{host}a-{'0' * 32}-{some}", "wanshim-run-of-another"}
+    assert {path.name for path in tmp_path.iterdir()} == left
 
 
 HANDLES = """

@@ -204,10 +204,15 @@ def _start(
 def _folder() -> Iterator[Path]:
     """A folder for the files of the ranks. Those of launchers that were killed are removed."""
     parent = Path(tempfile.gettempdir())
-    start = f"{FOLDERS}{socket.gethostname()}-"  # a share may keep the locks of another machine to that machine
-    for old in parent.glob(start + "[0-9a-f]" * 16):  # no name that begins with this one
-        remove_abandoned(old)
-    with temporary_folder(parent, start) as folder:
+    host, _, boot = processes.machine().partition("/")
+    boot = boot.replace("-", "")
+    # A share may keep the locks of another machine to that machine. One is known by its name, which a container has
+    # anew each time, or by its boot; lengths are exact, since a machine's name may begin another's.
+    digits, some = "[0-9a-f]", "[0-9a-f]" * 16
+    for names in (f"{FOLDERS}{host}-{digits * 32}-{some}", f"{FOLDERS}*-{boot}-{some}"):
+        for old in parent.glob(names):
+            remove_abandoned(old)
+    with temporary_folder(parent, f"{FOLDERS}{host}-{boot}-") as folder:
         folder.chmod(0o1733)  # for processes of another user, too; nobody else knows the name
         yield folder
 

@@ -18,6 +18,7 @@ from wanshim.errors import ResumeInvalid
 from wanshim.settings import WantedResume
 
 FOLDER = "training_state"  # in the run's output folder
+FILES = "files_of_dataset"  # the entry of an identity
 
 # Where the result lies, and what describes no run.
 NOT_COMPARED = ("output_path", "args", "accelerator", "dataset", "model", "model_logger", "kwargs")
@@ -94,6 +95,7 @@ def identity_of(run: Run, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         "WANSHIM_BASE": run.read.base,
         "mixed_precision": call.accelerator.mixed_precision,  # of `accelerate launch`, no argument of the script
         "dataset": samples_of(call.dataset),
+        FILES: files_of(call.dataset),
         "base_model": fingerprint([(name, weight) for name, weight in named if _stays(name, weight)], values=True),
         "trained_weights": f"{len(trained)} tensors, {fingerprint(trained, values=False)}",
         "samples_per_step": f"{processes * accumulation}: {processes} x {accumulation} accumulated",
@@ -116,6 +118,22 @@ def samples_of(dataset: Any) -> str:
     if isinstance(encoded, list) and encoded and all(isinstance(each, (str, Path)) for each in encoded):
         files.append([contents_of(Path(path)) for path in encoded[:: -(-len(encoded) // SAMPLED)]])
     return f"{len(dataset)} samples of {type(dataset).__name__}, {digest_of(files)}"
+
+
+def files_of(dataset: Any) -> str:
+    """Files that the rows of DiffSynth's UnifiedDataset name, by their contents: a video counts by its size."""
+    rows, keys = getattr(dataset, "data", None), getattr(dataset, "data_file_keys", ())
+    some = rows[:: -(-len(rows) // SAMPLED)] if isinstance(rows, list) and rows else []
+    values = [row[key] for row in some if isinstance(row, dict) for key in keys if key in row]
+    names = [name for value in values for name in (value if isinstance(value, list) else [value])]
+    folder = Path(getattr(dataset, "base_path", None) or "")
+    found = [contents_of(folder / name) for name in names if isinstance(name, str)]
+    return f"{len(found)} files, {digest_of(found)}"
+
+
+def changes(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The differences of two identities. States of an earlier release do not have FILES."""
+    return differences(saved, {name: value for name, value in now.items() if name != FILES or name in saved})
 
 
 def _stays(name: str, weight: torch.Tensor) -> bool:

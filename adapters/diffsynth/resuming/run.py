@@ -20,6 +20,7 @@ from wanshim.adapters.diffsynth.resuming.identity import (
     FOLDER,
     NOT_ACCEPTED,
     anew,
+    changes,
     identity_of,
     parsed_arguments,
     refusal,
@@ -30,7 +31,6 @@ from wanshim.adapters.diffsynth.training_road import Row, Run
 from wanshim.core.model_split.plan import format_bytes
 from wanshim.core.resume.buckets import arrange_buckets, note_ready
 from wanshim.core.resume.draws import Draws, as_text
-from wanshim.core.resume.identity import differences
 from wanshim.core.resume.order import Order
 from wanshim.core.resume.owner import own
 from wanshim.core.resume.ranks import Ranks
@@ -159,7 +159,7 @@ class ResumableRun:
         path, facts = found or (Path(), None)
         if facts is None:
             return False
-        changed = differences(facts["identity"], self.identity)
+        changed = changes(facts["identity"], self.identity)
         return not refusal(changed, self.wanted, path) and (not facts.get("ended") or "num_epochs" in changed)
 
     def _note_end(self, folder: Path) -> None:
@@ -248,7 +248,7 @@ class ResumableRun:
 
     def _restore(self, state: RunState) -> None:
         facts, accelerator = state.facts, self.call.accelerator
-        changed = differences(facts["identity"], self.identity)
+        changed = changes(facts["identity"], self.identity)
         self._check(self.ranks.gather(refusal(changed, self.wanted, self.writer.run)), hint=self._hint(changed))
         now = {group: {k: v for k, v in values.items() if k != "params"} for group, values in self._groups()}
         self._restore_weights(state)

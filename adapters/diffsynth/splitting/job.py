@@ -77,6 +77,7 @@ def read_job(
         return micro_batch(pipe, tokens, chunk, graphs=graphs, compute=compute)
 
     unpredictable, chunkable = _unpredictable(pipe, facts.video, lambda tokens: of_tokens(tokens, request.chunks[0]))
+    unpredictable = refusals.placed_by_another(call) or unpredictable
     blocks = tuple(store_of(block) for block in refusals.dit_blocks(pipe.dit))
     inside = sum(blocks[1:], blocks[0])
     everything = store_of(*(m for m in pipe.children() if not side_models.is_elsewhere(m)))

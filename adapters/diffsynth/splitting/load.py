@@ -226,7 +226,7 @@ def split_after_loading(original: Callable[..., Any], seam: SeamState) -> Callab
             for dit in dits:
                 dit.requires_grad_(False)  # as --quant_options load it; what trains is chosen later
         if pipe.dit is not None and trains_on_one_device(read):
-            report(f"the DiT waits on the host until its training begins: {hand_over.as_written('WANSHIM_PLAN')}")
+            report(f"the DiT waits on the host until a task begins: {hand_over.as_written('WANSHIM_PLAN')}")
             _place_to_generate(pipe, dits, bound.arguments["device"], report)
             seam.pass_by()
         elif pipe.dit is None:

@@ -7,10 +7,12 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from wanshim import hand_over
 from wanshim.adapters.diffsynth.splitting.load import trains_on_one_device
 from wanshim.adapters.diffsynth.splitting.refusals import ranks_here
 from wanshim.adapters.diffsynth.training_road import MODEL_SPLIT, take_road, watch_steps, why_outside
 from wanshim.errors import FeatureUnavailable
+from wanshim.settings import PLAN
 from wanshim.undo import Undo
 
 if TYPE_CHECKING:
@@ -59,11 +61,11 @@ def _say_without_plan(seam: SeamState, why: str, remedy: str) -> bool:
     if not (trains_on_one_device(read) or read.plan_name == "pipeline"):
         return False
     each = ", and each process trains by itself" if ranks_here().size > 1 else ""
-    reason = f"WANSHIM_PLAN={read.plan_name} has no effect on this training loop: {why}{each}"
+    reason = f"{hand_over.as_given(PLAN, read.plan_name)} has no effect on this training loop: {why}{each}"
     if read.strict or read.plan_name == "sequence":
         raise FeatureUnavailable(
             reason,
-            hint=f"{remedy}, or unset WANSHIM_PLAN and leave out `wanshim run --gpus`",
+            hint=f"{remedy}, or leave out {hand_over.as_written(PLAN)}",
         )
     seam.enter()
     seam.fall_back(reason)

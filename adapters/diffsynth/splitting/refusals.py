@@ -44,7 +44,7 @@ def dit_blocks(dit: torch.nn.Module) -> list[torch.nn.Module]:
 def cannot_train(variable: str, value: str | None, reason: str) -> FeatureUnavailable:
     """The refusal of a job that cannot be trained as a variable asks, by the option that set it where one did."""
     written = hand_over.as_written(variable)
-    given = f"{variable}={value}" if written == variable else written
+    given = hand_over.as_given(variable, value)
     return FeatureUnavailable(f"{given} cannot train this model: {reason}", hint=f"Leave out {written}, or change that")
 
 
@@ -136,15 +136,22 @@ def heads_refusal(heads: int, read: Settings) -> str | None:
     return f"{ranks} ranks for {heads} attention heads, of which each computes whole ones: start {heads}{grouped}"
 
 
+def placed_by_another(call: TrainingCall) -> str | None:
+    """The name of what places the parameters of this training job in place of a plan, or None."""
+    if call.option("enable_model_cpu_offload", False):
+        return "--enable_model_cpu_offload streams the whole model through one GPU"
+    if getattr(call.accelerator.state, "deepspeed_plugin", None) is not None:
+        return "DeepSpeed places the parameters itself"
+    if getattr(call.accelerator.state, "fsdp_plugin", None) is not None:
+        return "FSDP places the parameters itself"
+    return None
+
+
 def conflict(call: TrainingCall, read: Settings) -> str | None:
     """The reason for which this training job, or its pipeline, goes with no plan, or None."""
     accelerator, pipe = call.accelerator, call.pipe
-    if call.option("enable_model_cpu_offload", False):
-        return "--enable_model_cpu_offload streams the whole model through one GPU"
-    if getattr(accelerator.state, "deepspeed_plugin", None) is not None:
-        return "DeepSpeed places the parameters itself"
-    if getattr(accelerator.state, "fsdp_plugin", None) is not None:
-        return "FSDP places the parameters itself"
+    if (reason := placed_by_another(call)) is not None:
+        return reason
     family = family_of(call.dit)
     for name in family.second if family is not None else ():
         part = getattr(pipe, name, None)

@@ -556,7 +556,7 @@ def _call(units: list[Any], engine: str = "NO") -> Any:
     [
         (_call([]), "its pipeline has no units"),
         (_call([SimpleNamespace(onload_model_names=("text_encoder",))]), "the samples are encoded already"),
-        (_call([SimpleNamespace(onload_model_names=("vae",))], "FSDP"), "FSDP gathers weights"),
+        (_call([SimpleNamespace(onload_model_names=("vae",))], "FSDP"), "FSDP may gather weights"),
         (_call([SimpleNamespace(onload_model_names=("vae",))]), None),
     ],
     ids=["no units", "encoded already", "engine", "kept"],

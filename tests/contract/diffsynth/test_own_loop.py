@@ -92,6 +92,7 @@ def test_loop_of_ones_own_over_a_split_and_without_a_plan_is_left_alone(monkeypa
         ("kept_attention", "KEEP", "auto"),
         ("checkpoint_offload", "OFFLOAD", "on"),
         ("compiled_blocks", "COMPILE", "1"),
+        ("progress", "PROGRESS_DIR", "logs"),
     ],
 )
 def test_what_is_done_in_a_planned_run_alone_says_so_in_a_loop_of_ones_own_and_strict_ends_it(
@@ -157,7 +158,7 @@ def test_script_with_its_own_loop_ends_under_gpus(tmp_path: Path) -> None:
         timeout=240,
     )
     assert done.returncode != 0
-    assert "WANSHIM_PLAN=sequence has no effect on this training loop" in done.stderr
+    assert "--gpus 2 has no effect on this training loop" in done.stderr
     assert "trained" not in done.stdout
 
 

@@ -35,7 +35,7 @@ from tests.contract.diffsynth.resume_runs import said
 from tests.contract.diffsynth.training import Pipe, wan_pipe
 from wanshim.adapters.diffsynth.resume import FEATURE, STEP
 from wanshim.adapters.diffsynth.resuming import run as resume_run
-from wanshim.adapters.diffsynth.resuming.identity import samples_of
+from wanshim.adapters.diffsynth.resuming.identity import FILES, changes, files_of, samples_of
 from wanshim.adapters.diffsynth.training_road import TrainingCall
 from wanshim.core.resume import tree, writer
 from wanshim.core.resume.state import RunState, read_state, write_state
@@ -313,7 +313,7 @@ def test_state_of_an_earlier_release_goes_on(tmp_path: Path) -> None:
         train(tmp_path / "out", at=3, end="error")
     run = tmp_path / "out" / "training_state" / "run-1"
     state = read_state(max(run.glob("step-*")))
-    del state.facts["frozen"], state.facts["ranks"][0]["module"]
+    del state.facts["frozen"], state.facts["ranks"][0]["module"], state.facts["identity"]["files_of_dataset"]
     write_state(run, 3, state)
     train(tmp_path / "out", seed=99, attempt=1)
     assert seen(tmp_path / "out", 0, 1) == expected[3:]
@@ -707,6 +707,21 @@ def test_samples_that_are_encoded_anew_into_the_same_files_are_another_dataset(t
     assert encoded(2.0) != first
 
 
+def test_videos_that_are_replaced_are_seen_and_states_of_an_earlier_release_do_not_know_them(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text(json.dumps([{"video": "a.mp4", "prompt": "b.mp4"}, {"video": ["c.png", 1]}]))
+    for name in ("a.mp4", "b.mp4", "c.png"):
+        (tmp_path / name).write_bytes(b"12345")
+    dataset = UnifiedDataset(str(tmp_path), str(tmp_path / "rows.json"), data_file_keys=("video", "image"))
+    first = files_of(dataset)
+    assert first.startswith("2 files, ")
+    (tmp_path / "b.mp4").write_bytes(b"a caption that is a file's name, too")
+    assert files_of(dataset) == first
+    (tmp_path / "c.png").write_bytes(b"another")
+    second = files_of(dataset)
+    assert changes({FILES: first, "seed": 1}, {FILES: second, "seed": 1}) == {FILES: (first, second)}
+    assert changes({"seed": 1}, {FILES: second, "seed": 2}) == {"seed": (1, 2)}
+
+
 @pytest.mark.parametrize("kept", [[{"a": 1}], [torch.ones(1)], {"a": 1}, (1, 2), np.ones(3), [], None], ids=repr)
 def test_dataset_with_samples_in_memory_is_told_apart_by_its_rows(kept: object) -> None:
     class Own(list):  # type: ignore[type-arg]
@@ -783,6 +798,20 @@ def test_fewer_processes_that_would_change_the_samples_of_a_step_are_refused_wit
     found = said(out, 1)
     assert re.search("samples_per_step +2: 2 x 1 accumulated +1: 1 x 1 accumulated", found)
     assert "accelerate launch --num_processes 2) and --gradient_accumulation_steps 1" in found
+
+
+@pytest.mark.parametrize("engine", ["DeepSpeed", "FSDP"])
+def test_engine_of_accelerate_is_refused_when_wanshim_is_activated(
+    monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    """As in a process of `accelerate launch`, before it has loaded a model."""
+    monkeypatch.setenv(f"ACCELERATE_USE_{engine.upper()}", "true")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    expected = rf"{engine} \(--use_{engine.lower()}, .*\) and WANSHIM_RESUME each keep parameters and optimizer: leave"
+    with pytest.raises(FeatureUnavailable, match=expected):
+        wanshim.activate()
+    monkeypatch.setenv("WANSHIM_RESUME", "off")
+    wanshim.activate()
 
 
 @pytest.mark.parametrize("kind", ["DEEPSPEED", "FSDP"])

@@ -186,6 +186,20 @@ def test_a_sample_that_does_not_fit_ends_the_run_with_both_sizes(
         train(tmp_path, Sizes(), Sized(*frames))
 
 
+def test_job_whose_parameters_another_places_is_not_predicted_and_goes_on_whatever_its_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device has a shard of what would be counted. FSDP's mark on accelerate's state is what is read: it comes up
+    on GPUs alone."""
+    monkeypatch.setitem(vars(Accelerator().state), "fsdp_plugin", object())
+    monkeypatch.setattr(run_facts, "_look_at_samples", lambda call: [])  # the first sample is another than is assumed
+    planned(monkeypatch, limit=1 << 10)
+    module = train(tmp_path, Sizes(), Sized(1, 1))
+    assert len(module.seen) == 2
+    assert "not planned: FSDP places the parameters itself" in notes()
+    assert "peak not predicted: FSDP places the parameters itself" in notes()
+
+
 @pytest.mark.slow
 def test_a_plan_on_assumed_sizes_says_so_and_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_facts, "_look_at_samples", lambda call: [])

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -375,6 +376,59 @@ def test_accelerates_launcher_is_refused_with_what_its_configuration_sets(tmp_pa
     assert "accelerate's launcher, which starts 2 processes itself" in said
     assert "mixed_precision=bf16" in said
     assert "ACCELERATE_MIXED_PRECISION=bf16 wanshim run --gpus N -- python train.py." in said
+
+
+STEPS = """
+import torch
+weight = torch.nn.Parameter(torch.ones(2))
+optimizer = torch.optim.SGD([weight], lr=1.0)
+weight.sum().backward()
+optimizer.step()
+print("trained")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
+def test_loop_without_a_framework_that_is_planned_for_is_told_at_its_first_step(tmp_path: Path, count: int) -> None:
+    """As one over diffusers: several ranks are ended, since each would train by itself, and one goes on."""
+    done = run(tmp_path, "--gpus", str(count), "--", "train.py", script=STEPS)
+    assert (done.returncode == 0, "trained" in done.stdout) == (count == 1, count == 1)
+    reason = f"--gpus {count} has no effect on this training loop: the program has not imported diffsynth"
+    assert reason + ", and each of 2 processes trains by itself. " * (count > 1) in done.stderr
+
+
+@pytest.mark.slow
+def test_loop_over_what_wanshim_s_own_functions_shard_is_left_alone(tmp_path: Path) -> None:
+    done = run(tmp_path, "--gpus", "2", "--", "train.py", script=f"import wanshim\nwanshim.shard_sequence\n{STEPS}")
+    assert (done.returncode, done.stdout) == (0, "trained\ntrained\n"), done.stderr
+
+
+def test_line_on_what_a_configuration_alone_sets_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from accelerate.commands import launch
+    from accelerate.commands.config import config_args
+
+    from wanshim.launch.boot import launchers
+
+    configured = tmp_path / "default_config.yaml"
+    configured.write_text("distributed_type: 'NO'\nmixed_precision: bf16\nnum_processes: 1\nnum_machines: 1\n")
+    for module in (launch, config_args):
+        monkeypatch.setattr(module, "default_config_file", str(configured))
+    made = SimpleNamespace(__wrapped__=launch.prepare_simple_launcher_cmd_env)  # as it is behind the watch
+    monkeypatch.setattr(launch, "prepare_simple_launcher_cmd_env", made)
+    launchers._say_what_is_lost()
+    assert "accelerate's configuration sets mixed_precision=bf16, which its launcher" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_engine_that_accelerates_launcher_sets_is_refused_as_an_engine(tmp_path: Path) -> None:
+    done = run(tmp_path, "--gpus", "2", "--", tool("accelerate"), "launch", "--use_fsdp", "train.py")
+    assert (done.returncode, started(tmp_path)) == (2, [])
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("wanshim: "))
+    assert line.startswith("wanshim: FSDP (--use_fsdp, ACCELERATE_USE_FSDP, or distributed_type in ")
+    assert ") and --gpus 2 each take over the parameters: leave one of the two out" in line
 
 
 @pytest.mark.slow

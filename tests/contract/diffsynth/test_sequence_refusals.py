@@ -85,6 +85,7 @@ def test_refusal_names_what_it_is_about(
         runner.launch_training_task(accelerator, Samples(), module, Logger(tmp_path), args=script)
     assert reason in str(caught.value)
     assert sequence_of(module.pipe.dit) is None
+    assert wanshim.report().row(FEATURE).state == "ineffective"
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ def test_pipeline_loaded_by_diffsynth_waits_on_the_host_and_streams_when_it_trai
     assert stream_of(module.pipe.dit) is not None
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert "waits on the host until its training begins" in notes()
+    assert "waits on the host until a task begins" in notes()
 
 
 def test_as_few_blocks_are_streamed_as_fit_and_checkpoints_leave_when_all_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ from wanshim.core.resume.tree import (
     restore_optimizer,
 )
 from wanshim.core.resume.writer import StateWriter
-from wanshim.errors import ResumeInvalid
+from wanshim.errors import HostMemoryInvalid, ResumeInvalid
 
 
 def state_of(step: int, elements: int = 64) -> RunState:
@@ -208,6 +208,17 @@ def test_writer_copies_before_it_returns(tmp_path: Path) -> None:
     writer.finish()
     assert (writer.written, writer.busy) == (1, False)
     assert torch.equal(read_state(tmp_path / "step-00000001.safetensors").tensors["weight"], torch.ones(1000))
+
+
+def test_state_that_host_memory_has_no_room_for_is_refused_before_it_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of a full training of 14B; Linux would give the memory, and end the process when it is written to."""
+    monkeypatch.setattr("wanshim.core.shared.host_memory.available_bytes", lambda: 64)
+    with pytest.raises(
+        HostMemoryInvalid, match=r"of host memory for a state of the run, as WANSHIM_RESUME saves it\. "
+    ):
+        StateWriter(tmp_path).reserve({"weight": torch.zeros(32)})
 
 
 def test_states_use_the_host_memory_that_was_reserved_and_other_tensors_get_new(tmp_path: Path) -> None:

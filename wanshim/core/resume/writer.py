@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from wanshim.core.resume.state import RunState, write_state
-from wanshim.core.shared.host_memory import HostPool, view_of
+from wanshim.core.shared.host_memory import HostPool, room_for, view_of
 
 log = logging.getLogger("wanshim")
 
@@ -35,9 +35,14 @@ class StateWriter:
 
         One piece, page-locked if a GPU copies to it: torch's own page-locked memory rounds each tensor up to a power of
         two.
+
+        Raises:
+            HostMemoryInvalid: the host has not that much.
         """
         ends = list(accumulate(map(_aligned, tensors.values())))
-        self._memory = HostPool(locked=any(tensor.is_cuda for tensor in tensors.values())).take(ends[-1]).memory
+        pool = HostPool(locked=any(tensor.is_cuda for tensor in tensors.values()))
+        with room_for(ends[-1], "a state of the run, as WANSHIM_RESUME saves it"):  # else Linux ends the process
+            self._memory = pool.take(ends[-1]).memory
         self._host = {
             name: view_of(self._memory, tensor.new_empty(tensor.shape, device="meta"), begin)
             for (name, tensor), begin in zip(tensors.items(), [0, *ends], strict=False)

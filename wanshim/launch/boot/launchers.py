@@ -68,7 +68,7 @@ def _start_agent(original: Call, _: object, args: tuple[Any, ...], kwargs: dict[
 def _prepare_accelerate(original: Call, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = args[0] if args else kwargs["args"]
     if hand_over.is_rank():
-        refuse(_refusal_of_accelerate(given, original(*args, **kwargs)))
+        refuse(_why_not(1, _engine(given)) or _refusal_of_accelerate(given, original(*args, **kwargs)))
     machines = given.num_machines or 1
     processes = max(1, -(-(given.num_processes or 1) // machines))
     sentence = _why_not(processes, _engine(given))
@@ -114,7 +114,7 @@ def _is_default(given: Any) -> bool:
 def _refusal_of_accelerate(given: Any, prepared: Any) -> str:
     lost = _set_by(prepared)
     found = f"accelerate's launcher, which starts {_processes(given.num_processes or 1)} itself"
-    return refusal(f"{found}{_in_words(lost)}", _hint(lost))
+    return refusal(f"{found}{f' and {_in_words(lost)}' * bool(lost)}", _hint(lost))
 
 
 def _processes(count: int) -> str:
@@ -133,8 +133,7 @@ def _set_by(prepared: Any) -> dict[str, str]:
 
 
 def _in_words(lost: Mapping[str, str]) -> str:
-    said = (f"{name.removeprefix('ACCELERATE_').lower()}={value}" for name, value in lost.items())
-    return f" and sets {', '.join(said)}" if lost else ""
+    return "sets " + ", ".join(f"{name.removeprefix('ACCELERATE_').lower()}={value}" for name, value in lost.items())
 
 
 def _hint(lost: Mapping[str, str]) -> str:
@@ -160,7 +159,7 @@ def _say_what_is_lost() -> None:
         if lost:
             keep = " ".join(f"{name}={value}" for name, value in lost.items())
             say(
-                f"accelerate's configuration{_in_words(lost)}, which its launcher alone gives to a program; "
+                f"accelerate's configuration {_in_words(lost)}, which its launcher alone gives to a program; "
                 f"{default_config_file} has no effect here. To have it: {keep} wanshim run"
             )
 

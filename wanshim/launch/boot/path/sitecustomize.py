@@ -30,11 +30,12 @@ def _activate() -> None:
             text = f"`wanshim run` belongs to the Python of {expected}, this is {sys.prefix}"
             raise RuntimeError(f"{text}: install wanshim here, and start its own `wanshim run`")
         from wanshim import activation, hand_over
-        from wanshim.launch.boot import launchers, rank
+        from wanshim.launch.boot import launchers, loops, rank
 
         rank.enter()
         if hand_over.is_rank():
             rank.leave_job_at_exit()  # behind the report, whose exit handler comes later
+        loops.watch()
         launchers.watch()  # first: what a feature puts over the same functions is found in its place
         with _beside_program():
             activation.activate(hand_over.inherited())
