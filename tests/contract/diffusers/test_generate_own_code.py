@@ -837,6 +837,30 @@ def test_pipeline_that_cannot_be_read_runs_as_without_wanshim(monkeypatch: Patch
     assert any("it cannot be read: AttributeError: 'Engine'" in note for note in row.notes), row.notes
 
 
+@pytest.mark.parametrize("reach", [lambda pipe: pipe, type], ids=["object", "class"])
+def test_call_that_the_program_takes_from_under_no_grad_has_its_gradient(
+    reach: Callable[[Any], Any], monkeypatch: Patch
+) -> None:
+    """A pipeline says that it is called under it by `__wrapped__`, which is the function itself, of no object."""
+    pipe = wan_pipelines.wan()
+
+    def gradient() -> torch.Tensor:
+        taken = partial(reach(pipe).__call__.__wrapped__, pipe)
+        taken._execution_device = pipe._execution_device  # type: ignore[attr-defined]
+        video = generate(taken, "wan", num_inference_steps=1, output_type="latent")
+        (found,) = torch.autograd.grad(video.sum(), [pipe.transformer.proj_out.weight])
+        return found
+
+    expected = gradient()
+    monkeypatch.setenv("WANSHIM_GENERATE", "2")
+    wanshim.activate()
+    assert torch.equal(expected, gradient())
+    row = wanshim.report().row("diffusers.generate")
+    assert row.fallbacks == {
+        "WanTransformer3DModel on one GPU: WanPipeline.__call__ calls it, which wanshim does not share": 2
+    }
+
+
 def test_call_in_a_fork_of_the_process_that_shares_the_pipeline_runs_there(monkeypatch: Patch) -> None:
     pipe = wan_pipelines.wan()
     expected = generate(pipe, "wan", num_inference_steps=1)
