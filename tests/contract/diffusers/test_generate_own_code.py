@@ -767,7 +767,7 @@ def test_code_of_the_program_between_steps_finds_its_offload(name: str, gpus: in
     made = SharedPipeline(Request(gpus=1)) if gpus == 1 else shared
     expected = call(lambda pipe: generate(pipe, "wan"))
     assert torch.equal(expected, call(partial(over_two, made)))
-    assert gpus == 2 or made.has_streamed
+    assert gpus == 2 or made.streamed_forwards
 
 
 def test_solver_that_calls_the_model_within_a_step_has_the_same_frames(shared: SharedPipeline) -> None:
