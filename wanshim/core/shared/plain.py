@@ -47,7 +47,7 @@ def why_not_plain(
 def has_own_forward(module: nn.Module) -> bool:
     """Whether a module has another forward than its class's, which accelerate leaves on it behind its hooks."""
     own = module.__dict__.get("forward")
-    is_left = isinstance(own, MethodType) and own.__self__ is module and own.__func__ is type(module).forward
+    is_left = isinstance(own, MethodType) and own.__func__ is type(module).forward and own.__self__ is module
     return own is not None and not is_left
 
 
