@@ -569,7 +569,10 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "cache": (cached, "has hooks of diffusers: .*pyramid"),
     "dropout": (dropping, r"\(blocks\.0\.attn1\.to_q\.lora_dropout\.default\) drops at random"),
     "hook": (hooked, r"\(blocks.0\) has forward hooks"),
-    "forward": (lambda pipe: setattr(pipe.transformer, "forward", pipe.transformer.forward), "forward of its own"),
+    "forward": (
+        lambda pipe: setattr(pipe.transformer, "forward", partial(pipe.transformer.forward)),
+        "forward of its own",
+    ),
     "weights": (lambda pipe: quantized(pipe), "Quantized is no class of an installed package"),
     "class": (lambda pipe: setattr(pipe, "transformer", torch.nn.Linear(2, 2)), "is not a class of diffusers"),
 }
