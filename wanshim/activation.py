@@ -551,7 +551,7 @@ def _feature_state(run: FeatureRun | None, decision: Decision, seams: Sequence[S
         return {Verdict.NATIVE: State.NATIVE, Verdict.ABSENT: State.ABSENT}.get(decision.verdict, State.REFUSED)
     states = [State(row.state) for row in seams]
     for state in (State.DISPLACED, State.EXERCISED, State.UNNEEDED, State.INEFFECTIVE):
-        if state in states:
+        if state in states and not (state is State.UNNEEDED and any(row.fallbacks for row in seams)):  # as of one seam
             return state
     required = [state for state, of in zip(states, run.seams) if of.required]
     waits = State.REGISTERED in required or set(states) == {State.REGISTERED}

@@ -18,9 +18,16 @@ class BoundSeamWrapper(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg, mi
         state: SeamState = self._self_parent.__wanshim_state__
         return state
 
+    if wrapt.BoundFunctionWrapper.__module__ == "_wrappers":  # of C: written in Python, wrapt reads it to call
+
+        @property
+        def __wrapped__(self) -> Any:  # type: ignore[override]
+            """As without this wrapper: a program takes `torch.no_grad` off a method by `__wrapped__`."""
+            return super().__wrapped__.__wrapped__  # type: ignore[attr-defined]
+
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         """By the name of the method, as Python pickles and copies a bound method."""
-        bound_to = getattr(self.__wrapped__, "__self__", None)
+        bound_to = getattr(self, "__self__", None)
         return getattr, (self._self_owner if bound_to is None else bound_to, self.__name__)
 
     def __copy__(self) -> BoundSeamWrapper:

@@ -71,7 +71,7 @@ def _share(original: Callable[..., Any], seam: SeamState, bind: Bind, pipe: Any,
     if asks_for_one and not _replaces_offload(bind, pipe, *args, **kwargs):  # no block is streamed
         seam.pass_by() if seam.unneeded else seam.not_needed("one GPU was asked for, over which nothing is shared")
         return original(pipe, *args, **kwargs)
-    before = (0, 0)
+    before, streamed_before = (0, 0), 0
     shared, left = None, ""
     try:
         if vae_method.is_a_rank():
@@ -82,7 +82,7 @@ def _share(original: Callable[..., Any], seam: SeamState, bind: Bind, pipe: Any,
             on_plan = functools.partial(_note, seam)
             SHARED[pipe] = SharedPipeline(request_of(read), prepare=PREPARE, on_plan=on_plan)
         shared = SHARED[pipe]
-        before = shared.shared_forwards, shared.shared_vae_calls
+        before, streamed_before = (shared.shared_forwards, shared.shared_vae_calls), shared.streamed_forwards
         result = run(shared, bind, original, pipe, *args, **kwargs)
     except NotShared as reason:
         AHEAD.end()
@@ -92,10 +92,12 @@ def _share(original: Callable[..., Any], seam: SeamState, bind: Bind, pipe: Any,
         left = f"{name} keeps the script's offload: {reason}" if asks_for_one else f"{name} on one GPU: {reason}"
     except BaseException as error:
         done = 0 if shared is None else shared.shared_forwards - before[0]
-        if isinstance(error, WanshimError) or not done:
+        streamed = 0 if shared is None else shared.streamed_forwards - streamed_before
+        if isinstance(error, WanshimError) or not (done or streamed):
             seam.fail()
-        else:  # the program's own, as of a callback, behind forwards that were shared
-            seam.notes.append(f"{name}: {type(error).__name__} ended a call, of which {done} forwards were shared")
+        else:  # the program's own, as of a callback, behind forwards that were shared, or streamed on one GPU
+            text = f"{done} forwards were shared" if done else f"{streamed} forwards were streamed"
+            seam.notes.append(f"{name}: {type(error).__name__} ended a call, of which {text}")
         raise
     if shared is None or left:  # behind the handler: an error of the program's own has no context of ours
         seam.fall_back(left)

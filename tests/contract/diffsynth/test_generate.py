@@ -359,7 +359,7 @@ def quantized(pipe: Any) -> None:
 REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "usp": (lambda pipe: setattr(pipe, "use_unified_sequence_parallel", True), "use_usp: DiffSynth shards"),
     "hook": (hooked, r"dit \(blocks.0\) has forward hooks"),
-    "forward": (lambda pipe: setattr(pipe.dit, "forward", pipe.dit.forward), "dit has a forward of its own"),
+    "forward": (lambda pipe: setattr(pipe.dit, "forward", partial(pipe.dit.forward)), "dit has a forward of its own"),
     "weights": (quantized, "Quantized is no class of an installed package"),
     "class": (lambda pipe: setattr(pipe, "dit", torch.nn.Linear(2, 2)), "dit is a Linear: not a Wan DiT that is known"),
     "function": (lambda pipe: setattr(pipe, "model_fn", print), "its model_fn is not DiffSynth's"),

@@ -11,6 +11,7 @@ import pytest
 from diffusers import AutoPipelineForText2Image, DiffusionPipeline, FluxPipeline, WanPipeline
 
 import wanshim
+from tests.contract.diffusers import wan_pipelines
 from wanshim.errors import FeatureUnavailable
 
 FEATURE = "diffusers.generate"
@@ -57,6 +58,15 @@ def test_it_loads_as_diffusers_does_and_the_report_says_why(
     ((said, times),) = wanshim.report(strict=False).row(FEATURE).fallbacks.items()
     assert said.startswith("FluxPipeline on one GPU, with the script's own offload: it is none of WanPipeline")
     assert times == 1
+
+
+def test_it_is_in_the_report_beside_one_that_needs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    activate(monkeypatch, 1, strict=False)
+    wan_pipelines.generate(wan_pipelines.wan(), "wan", num_inference_steps=1, output_type="latent")
+    assert wanshim.report().row(FEATURE).outcome == "not needed in this run"
+    with pytest.raises(Exception, match="FluxPipelineTransformer"):
+        DiffusionPipeline.from_pretrained(saved(tmp_path, "FluxPipeline"))
+    assert wanshim.report().row(FEATURE).outcome.startswith("left to the framework 1 time: FluxPipeline on one GPU")
 
 
 @pytest.mark.parametrize("served", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from peft import LoraConfig
 import wanshim
 from tests.contract import scripts
 from tests.contract.diffusers import offloading, wan_pipelines
-from wanshim.core.generation import host_streams, shared_pipeline
+from wanshim.adapters.diffusers.generate import bind
+from wanshim.core.generation import Request, SharedPipeline, host_streams, shared_pipeline
 from wanshim.core.generation.host_streams import host_copy
 from wanshim.core.streaming import page_locked
 from wanshim.core.workers import Workers
@@ -289,6 +291,22 @@ def test_step_cache_stays_with_the_script_s_offload(alone: Any) -> None:
     assert all(map(torch.equal, *made))
     assert handle is not None
     assert not handle.plan.replaces_offload
+
+
+@pytest.mark.parametrize("way", ["model", "sequential"])
+def test_models_whose_offload_the_script_removed_are_shared(way: str, request: pytest.FixtureRequest) -> None:
+    """Accelerate leaves each module its own forward as an attribute."""
+    pipe = wan_pipelines.wan()
+    expected = wan_pipelines.generate(pipe, "wan")
+    offloading.WAYS[way](pipe)
+    pipe.remove_all_hooks()
+    assert "forward" in vars(pipe.transformer)
+    shared = SharedPipeline(Request(gpus=2))
+    request.addfinalizer(shared.close)
+    for _ in range(2):
+        made = shared.run(partial(bind, pipe), partial(wan_pipelines.generate, pipe, "wan"))
+        assert torch.equal(made, expected)
+    assert (shared.shared_forwards, shared.shared_vae_calls) == (6, 2)
 
 
 def test_offload_layer_by_layer_leaves_a_copy_its_weights() -> None:

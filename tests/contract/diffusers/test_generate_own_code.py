@@ -767,7 +767,7 @@ def test_code_of_the_program_between_steps_finds_its_offload(name: str, gpus: in
     made = SharedPipeline(Request(gpus=1)) if gpus == 1 else shared
     expected = call(lambda pipe: generate(pipe, "wan"))
     assert torch.equal(expected, call(partial(over_two, made)))
-    assert gpus == 2 or made.has_streamed
+    assert gpus == 2 or made.streamed_forwards
 
 
 def test_solver_that_calls_the_model_within_a_step_has_the_same_frames(shared: SharedPipeline) -> None:
@@ -835,6 +835,30 @@ def test_pipeline_that_cannot_be_read_runs_as_without_wanshim(monkeypatch: Patch
     assert torch.equal(expected, generate(pipe, "wan", **given))
     (row,) = [row for row in wanshim.report().rows if row.feature == "diffusers.generate"]
     assert any("it cannot be read: AttributeError: 'Engine'" in note for note in row.notes), row.notes
+
+
+@pytest.mark.parametrize("reach", [lambda pipe: pipe, type], ids=["object", "class"])
+def test_call_that_the_program_takes_from_under_no_grad_has_its_gradient(
+    reach: Callable[[Any], Any], monkeypatch: Patch
+) -> None:
+    """A pipeline says that it is called under it by `__wrapped__`, which is the function itself, of no object."""
+    pipe = wan_pipelines.wan()
+
+    def gradient() -> torch.Tensor:
+        taken = partial(reach(pipe).__call__.__wrapped__, pipe)
+        taken._execution_device = pipe._execution_device  # type: ignore[attr-defined]
+        video = generate(taken, "wan", num_inference_steps=1, output_type="latent")
+        (found,) = torch.autograd.grad(video.sum(), [pipe.transformer.proj_out.weight])
+        return found
+
+    expected = gradient()
+    monkeypatch.setenv("WANSHIM_GENERATE", "2")
+    wanshim.activate()
+    assert torch.equal(expected, gradient())
+    row = wanshim.report().row("diffusers.generate")
+    assert row.fallbacks == {
+        "WanTransformer3DModel on one GPU: WanPipeline.__call__ calls it, which wanshim does not share": 2
+    }
 
 
 def test_call_in_a_fork_of_the_process_that_shares_the_pipeline_runs_there(monkeypatch: Patch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import pytest
@@ -391,7 +391,7 @@ def test_norm_with_a_faster_forward_of_its_framework_is_compared_like_any_other(
     faster, strange = graph.norm_out, graph.stages[0].blocks[0].norm1  # type: ignore[union-attr]
     assert checks.norm(faster, like) is Sizes.WIDE
     for norm in (faster, strange):
-        norm.module.forward = MethodType(type(norm.module).forward, norm.module)
+        norm.module.forward = partial(type(norm.module).forward, norm.module)
     assert checks.norm(faster, like) is Sizes.WIDE
     assert checks.norm(strange, like) is Sizes.OWN
     with torch.autocast("cpu", torch.bfloat16):

@@ -79,7 +79,7 @@ class SharedPipeline:
     ) -> None:
         self.plan: GenerationPlan | None = None
         self.shared_forwards = self.shared_vae_calls = 0
-        self.has_streamed = False  # in place of the script's offload
+        self.streamed_forwards = 0  # in place of the script's offload
         self.request = request
         self.copied: WeakSet[nn.Module] = WeakSet()  # models of which workers may hold copies for this pipeline
         self._on_plan = on_plan
@@ -414,7 +414,7 @@ class _Call:
             self._plan = replace(self._plan, replaces_offload=False, keeps_streamed=False, rejected=rejected)
             self._shared.planned(self._plan)
             return own
-        self._shared.has_streamed = True
+        self._shared.streamed_forwards += 1
         return compute
 
     def _may_keep(self, module: nn.Module, size: int, most: int) -> int:

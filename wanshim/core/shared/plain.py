@@ -4,6 +4,7 @@ would leave that out."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -36,11 +37,18 @@ def why_not_plain(
         is_whole = is_optimized(module)
         if (is_whole or module._compiled_call_impl is not None) and not may_be_compiled:
             return module, "is compiled, which computes other bits"
-        if "forward" in module.__dict__ and not is_whole and (rebound is None or not rebound(module)):
+        if has_own_forward(module) and not is_whole and (rebound is None or not rebound(module)):
             return module, "has a forward of its own, which something else has set"
         if drops(module):
             return module, "drops at random: call eval() if it should not"
     return None
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether a module has another forward than its class's, which accelerate leaves on it behind its hooks."""
+    own = module.__dict__.get("forward")
+    is_left = isinstance(own, MethodType) and own.__func__ is type(module).forward and own.__self__ is module
+    return own is not None and not is_left
 
 
 def traced_by() -> str | None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from wanshim.core.shared.fallback import Fallback, by_framework
-from wanshim.core.shared.plain import why_not_plain
+from wanshim.core.shared.plain import has_own_forward, why_not_plain
 
 Own = Callable[[Any, torch.Tensor], torch.Tensor]
 Rebound = Callable[[nn.Module], bool]
@@ -97,7 +97,7 @@ class Framework:
 
     def is_replaced(self, module: nn.Module) -> bool:
         """Has it a forward of its own that may give other bits than its class's?"""
-        return "forward" in module.__dict__ and (self._rebound is None or not self._rebound(module))
+        return has_own_forward(module) and (self._rebound is None or not self._rebound(module))
 
     def _roots(self) -> list[nn.Module]:
         return list(attrgetter(*self._parts)(self._vae()))

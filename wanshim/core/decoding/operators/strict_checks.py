@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from wanshim.core.decoding.model.graph import Graph, Norm
+from wanshim.core.shared.plain import has_own_forward
 from wanshim.core.shared.recent import Recent
 
 from . import strict_kernels as kernels
@@ -34,10 +35,6 @@ class Sizes(Enum):
     OWN = "a way that only the module knows"
 
 
-def _has_own_forward(module: nn.Module) -> bool:
-    return "forward" in module.__dict__
-
-
 class Checks:
     """The answers, kept from decode to decode.
 
@@ -45,7 +42,7 @@ class Checks:
         replaced: whether a module has a forward that may give other bits than its class's.
     """
 
-    def __init__(self, replaced: Callable[[nn.Module], bool] = _has_own_forward) -> None:
+    def __init__(self, replaced: Callable[[nn.Module], bool] = has_own_forward) -> None:
         self.ways = Ways()
         self._replaced = replaced
         self._norms: dict[tuple[object, ...], Sizes] = {}
@@ -70,7 +67,7 @@ class Checks:
         module = norm.module
         if module._forward_hooks or module._forward_pre_hooks or self._replaced(module):
             return Sizes.OWN
-        key = (type(module), _has_own_forward(module), like.dtype, norm.eps, _autocast(like))
+        key = (type(module), has_own_forward(module), like.dtype, norm.eps, _autocast(like))
         if key not in self._norms:
             ways = (way for way in (Sizes.WIDE, Sizes.NARROW) if _same_norm(norm, like, way))
             self._norms[key] = next(ways, Sizes.OWN)
