@@ -95,9 +95,10 @@ class Activation:
                 f"the features given are {text!r}, of type {type(text).__name__}",
                 expected='one text, with commas between its items, such as "diffsynth.progress,-diffsynth.fp8_lora"',
             )
+        source = settings.FEATURES if text is None else "the list of features"
         text = text if text is not None else read.features or "auto"
         auto = {name: feature.is_auto(read) for name, feature in self.known().features.items()}
-        found = features.select(text, auto, self.switched(read))
+        found = features.select(text, auto, self.switched(read), source)
         return replace(found, reasons={name: self._reason(name, why) for name, why in found.reasons.items()})
 
     def _reason(self, name: str, why: str) -> str:

@@ -561,7 +561,7 @@ def test_another_python_ends_under_strict(tmp_path: Path) -> None:
         (
             "diffsynth.patchfy",
             {},
-            "wanshim: WANSHIM_FEATURES names 'diffsynth.patchfy', which is no feature, framework or ability. "
+            "wanshim: the list of features names 'diffsynth.patchfy', which is no feature, framework or ability. "
             "Did you mean 'diffsynth.patchify'?",
         ),
         (

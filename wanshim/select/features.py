@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from wanshim.errors import SettingInvalid
-from wanshim.settings import FAST
+from wanshim.settings import FAST, FEATURES
 
 BASES = ("auto", "all", "none")
 
@@ -30,7 +30,9 @@ class Selection:
         return feature in self.reasons
 
 
-def select(text: str, auto: Mapping[str, bool], switches: Mapping[str, str] | None = None) -> Selection:
+def select(
+    text: str, auto: Mapping[str, bool], switches: Mapping[str, str] | None = None, source: str = FEATURES
+) -> Selection:
     """Resolve the grammar.
 
     Args:
@@ -38,6 +40,7 @@ def select(text: str, auto: Mapping[str, bool], switches: Mapping[str, str] | No
         auto: every known feature, and whether `auto` selects it.
         switches: features that a variable of their own turns on, with that variable's name. They count
             unless the text starts with `none`.
+        source: of the text, for messages.
 
     Raises:
         SettingInvalid: a token fits no feature, framework or ability; names the nearest.
@@ -48,7 +51,7 @@ def select(text: str, auto: Mapping[str, bool], switches: Mapping[str, str] | No
     reasons.update(switched)
     named = {feature for feature, variable in switched.items() if variable != FAST}  # which names no feature
     for item in items:
-        matches = _match(_token(item), auto)
+        matches = _match(_token(item), auto, source)
         if item.startswith("-"):
             for feature in matches:
                 reasons.pop(feature, None)
@@ -75,7 +78,7 @@ def _token(item: str) -> str:
     return item[1:] if item[0] in "+-" else item
 
 
-def _match(token: str, features: Iterable[str]) -> list[str]:
+def _match(token: str, features: Iterable[str], source: str) -> list[str]:
     features = list(features)
     matches = [f for f in features if token == f or token in f.split(".", 1)]
     if matches:
@@ -85,6 +88,6 @@ def _match(token: str, features: Iterable[str]) -> list[str]:
     tokens = sorted({part for f in features for part in (f, *f.split(".", 1))} | set(BASES))
     near = difflib.get_close_matches(token.lower(), tokens, n=1, cutoff=0.5)
     raise SettingInvalid(
-        f"WANSHIM_FEATURES names {token!r}, which is no feature, framework or ability",
+        f"{source} names {token!r}, which is no feature, framework or ability",
         hint=f"Did you mean {near[0]!r}?" if near else "See `wanshim features` for the names",
     )

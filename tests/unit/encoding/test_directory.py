@@ -4,6 +4,7 @@ import errno
 import gc
 import io
 import os
+import pwd
 import signal
 import socket
 import stat
@@ -16,7 +17,9 @@ import pytest
 from wanshim.core.encoding.directory import CacheDirectory, CacheUnavailable, unavailable_on_oserror
 from wanshim.core.shared import files
 from wanshim.core.shared.files import Lock, NotOwn, prompt_cache
+from wanshim.doctor.diagnosis import examine
 from wanshim.errors import WanshimError
+from wanshim.settings import Settings
 
 
 def descriptors() -> int:
@@ -66,6 +69,18 @@ def test_directory_with_parents_that_are_missing_is_made_private_with_them(tmp_p
 def test_directory_is_by_default_below_the_home_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert prompt_cache() == tmp_path / ".cache" / "wanshim" / "encoding"
+
+
+def test_directory_of_a_user_without_a_home_is_named_too_and_doctor_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs under a number which /etc/passwd does not have."""
+
+    def no_entry(*_: object) -> None:
+        raise KeyError("no entry")
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", no_entry)
+    assert prompt_cache() == Path("/nonexistent/.cache/wanshim/encoding")
+    assert examine(Settings(), "none").prompt_cache == ""
 
 
 def test_directory_symlink_in_its_place_is_refused(cache_dir: Path, tmp_path: Path) -> None:

@@ -106,15 +106,14 @@ def encode_once(
     Raises:
         SettingInvalid: `timeout_s` cannot be waited.
         RanksFailed: the rank of this job and machine that this one waited for raised; its error is in the message.
-        RankAbsent: no rank finished in `timeout_s`.
+        RankAbsent: no rank finished in `timeout_s`, or a rank did not make its first call in that time.
         WanshimError: `encode` called a collective.
         WanshimError: somebody else could write the cache directory.
         RankDisagreement: the ranks carry different patch sets.
-        RankAbsent: a rank did not make its first call within 30 s, or `timeout_s` where that is less.
     """
     started = time.monotonic()
     checked_seconds(timeout_s, "timeout_s")
-    agreement.ensure(call="encode_once", timeout_s=min(timeout_s, agreement.TIMEOUT_S))
+    agreement.ensure(call="encode_once", timeout_s=timeout_s)
     computes_on = torch.device(encoder_device if encoder_device is not None else device)
     if mode == "per_rank":
         tensors, origin, unkept = _encode(encode, computes_on), _PER_RANK, ""

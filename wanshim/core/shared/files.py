@@ -32,8 +32,12 @@ class NotOwn(Exception):
 
 
 def prompt_cache() -> Path:
-    """The folder of encoded prompts, unless a user names another."""
-    return Path.home() / ".cache" / "wanshim" / "encoding"
+    """The folder of encoded prompts, unless a user names another. Without a home folder it is one that nobody makes."""
+    try:
+        home = Path.home()
+    except RuntimeError:
+        home = Path("/nonexistent")  # as the system's own users without a home have it
+    return home / ".cache" / "wanshim" / "encoding"
 
 
 def engine_folder() -> Path | None:
