@@ -58,10 +58,11 @@ def test_descriptor_is_of_the_same_file_and_the_sender_keeps_its_own(ends: Ends)
     os.close(sent)
 
 
-def test_other_frame_or_other_length_than_expected_is_an_error(ends: Ends) -> None:
+@pytest.mark.parametrize("sent", [b"123", b"12345"])
+def test_other_frame_or_other_length_than_expected_is_an_error(sent: bytes, ends: Ends) -> None:
     ours, theirs = ends
-    theirs.send_bytes(memoryview(b"123"))
-    with pytest.raises(LinkLost, match=r"^sent 3 bytes where 4 were expected$"):
+    theirs.send_bytes(memoryview(sent))
+    with pytest.raises(LinkLost, match=rf"^sent {len(sent)} bytes where 4 were expected$"):
         ours.receive_bytes(memoryview(bytearray(4)))
     ours, theirs = map(Link, socket.socketpair())
     theirs.send("message")

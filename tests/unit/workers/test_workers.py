@@ -311,17 +311,31 @@ def test_out_of_memory_is_named(pool, model):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM], ids=lambda n: n.name)
 def test_a_worker_that_a_signal_ends_is_named(pool, model, number):
     pool.hold(model)
-    with pytest.raises(WorkersFailed, match=f"was ended by {number.name}"):
+    with pytest.raises(WorkersFailed, match=f"was ended by {number.name}") as caught:
         result(pool, functions.end_by, number)
+    assert ("which the system sends when host memory runs out" in str(caught.value)) is (number is signal.SIGKILL)
     assert pool.pids == ()
 
 
+def test_a_worker_that_is_about_to_end_is_waited_for():
+    file = file_of_a_store()
+    worker = Worker(file)
+    try:
+        assert worker.how_it_ended(0.01) == ""
+        worker.process.terminate()
+        assert worker.how_it_ended() == "was ended by SIGTERM"
+    finally:
+        worker.end()
+        os.close(file)
+
+
 @pytest.mark.slow
-def test_a_worker_sees_its_gpu_by_the_number_of_the_program_s_own(monkeypatch):
+@pytest.mark.parametrize(("own", "other"), [(1, 3), (3, 1)])
+def test_a_worker_sees_its_gpu_by_the_number_of_the_program_s_own(own, other, monkeypatch):
     monkeypatch.setattr(gpus, "in_sight", lambda visible: 4)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     file = file_of_a_store()
-    worker = Worker(file, own=1, other=3)
+    worker = Worker(file, own, other)
     try:
         for device, there in (("cuda:3", "cuda:1"), ("cuda:1", "cuda:3"), ("cuda:2", "cuda:2"), ("cpu", "cpu")):
             worker.assign(torch.device(device), 60.0)
