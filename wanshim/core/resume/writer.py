@@ -41,7 +41,7 @@ class StateWriter:
         """
         ends = list(accumulate(map(_aligned, tensors.values())))
         pool = HostPool(locked=any(tensor.is_cuda for tensor in tensors.values()))
-        with room_for(ends[-1], "a state of the run, as WANSHIM_RESUME saves it"):  # else Linux ends the process
+        with room_for(ends[-1], "a saved state of the run"):  # else Linux ends the process
             self._memory = pool.take(ends[-1]).memory
         self._host = {
             name: view_of(self._memory, tensor.new_empty(tensor.shape, device="meta"), begin)
