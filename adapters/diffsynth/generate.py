@@ -19,7 +19,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from wanshim.adapters.diffsynth.placement import load_where_there_is_room
 from wanshim.adapters.diffsynth.training_road import FAMILIES
 from wanshim.patching import Feature, Kind, Seam, SeamState
 from wanshim.patching.pipeline_call import loading_seam, replace_call, say_not_served, start_ahead, watch_forward
@@ -252,6 +251,8 @@ def _served_or_said(original: Callable[..., Any], seam: SeamState) -> Callable[.
             names = " and ".join(sorted(name.split(":")[1] for name in served))
             say_not_served(seam, type(self).__name__, f"of DiffSynth's pipelines {names} are served")
         elif not seam.off and seam.settings.generate is not None and not is_a_rank():
+            from wanshim.adapters.diffsynth.placement import load_where_there_is_room
+
             loaded, note = load_where_there_is_room(original, self, *args, **kwargs)
             if note:
                 seam.notes.append(note)

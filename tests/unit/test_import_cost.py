@@ -61,6 +61,7 @@ OWN = {
     "wanshim.patching.verdict",
     "wanshim.select",
     "wanshim.adapters",
+    "wanshim.adapters.diffusers.placement",
     "wanshim.adapters.diffsynth.kept_blocks",
     "wanshim.adapters.diffsynth.training_road",
     "wanshim.adapters.fastvideo.conditioning",

@@ -6,12 +6,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -80,11 +80,14 @@ def test_folder_of_a_machine_whose_locks_are_not_seen_here_stays(
 
     monkeypatch.setattr(Lock, "take", free)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(socket, "gethostname", lambda: "gpu-2")
+    monkeypatch.setattr(processes, "machine", lambda: f"gpu-2/{uuid.UUID(int=2)}")
     with ranks._folder() as folder:
-        monkeypatch.setattr(socket, "gethostname", lambda: "gpu")
+        monkeypatch.setattr(processes, "machine", lambda: f"gpu/{uuid.UUID(int=1)}")
         with ranks._folder():
             assert folder.exists()
+        monkeypatch.setattr(processes, "machine", lambda: f"container/{uuid.UUID(int=2)}")  # sees its locks
+        with ranks._folder():
+            assert not folder.exists()
 
 
 @pytest.fixture

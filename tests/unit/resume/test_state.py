@@ -215,9 +215,7 @@ def test_state_that_host_memory_has_no_room_for_is_refused_before_it_is_taken(
 ) -> None:
     """As that of a full training of 14B; Linux would give the memory, and end the process when it is written to."""
     monkeypatch.setattr("wanshim.core.shared.host_memory.available_bytes", lambda: 64)
-    with pytest.raises(
-        HostMemoryInvalid, match=r"of host memory for a saved state of the run\. "
-    ):
+    with pytest.raises(HostMemoryInvalid, match=r"of host memory for a saved state of the run\. "):
         StateWriter(tmp_path).reserve({"weight": torch.zeros(32)})
 
 
