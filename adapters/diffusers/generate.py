@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from wanshim.adapters.diffusers.placement import moving_seam
+from wanshim.adapters.diffusers.placement import call_with_room, moving_seam
 from wanshim.patching import Feature, Kind, Seam, SeamState
 from wanshim.patching.pipeline_call import loading_seam, replace_call, say_not_served, start_ahead, watch_forward
 from wanshim.patching.probe import SourceTree
@@ -497,7 +497,7 @@ def _why_not(model: Any) -> str:
 def _seam(target: str) -> Seam:
     return Seam(
         f"{target}.__call__",
-        replace_call(bind),
+        replace_call(bind, call_with_room),
         kind=Kind.WRAPT,
         required=target == PIPELINES[0],
         why="one process denoises on one GPU, and a step's two forwards run one after the other",

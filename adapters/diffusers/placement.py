@@ -1,4 +1,4 @@
-"""A pipeline that the script moves to a GPU without room for all of its models.
+"""A pipeline on a GPU without room for all of its models, or for a step beside them.
 
 diffusers raises, and its user puts `enable_model_cpu_offload()` in the place of `to("cuda")`. Here that is done for
 them, and the transformers of such a pipeline are streamed as those of any other that is offloaded.
@@ -7,6 +7,7 @@ them, and the transformers of such a pipeline are streamed as those of any other
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,9 @@ from wanshim.patching.vae_method import is_a_rank
 
 if TYPE_CHECKING:
     import torch
+
+
+_OFFLOADED = "each of its models comes there while it computes, as by enable_model_cpu_offload()"
 
 
 def moving_seam(is_served: Callable[[type], bool]) -> Seam:
@@ -49,13 +53,60 @@ def _make(is_served: Callable[[type], bool], original: Callable[..., Any], seam:
                 device = _offload(original, self, *args, **kwargs)
             except Exception as reason:
                 raise error from reason
-        seam.notes.append(
-            f"{type(self).__name__} has no room on {device} as a whole: each of its models comes there while it "
-            "computes, as by enable_model_cpu_offload()"
-        )
+        seam.notes.append(f"{type(self).__name__} has no room on {device} as a whole: {_OFFLOADED}")
         return self
 
     return to
+
+
+def call_with_room(
+    call: Callable[[], Any], seam: SeamState, original: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any
+) -> Any:
+    """One call of a pipeline, which begins again with its models offloaded if there is no room for its first step.
+
+    Args:
+        call: makes it, and has counted it in `seam`.
+        original: the pipeline's own, with these arguments.
+    """
+    import torch
+
+    from wanshim.core.sequence.random_state import random_states, set_random_states
+
+    if seam.settings.generate is None or is_a_rank() or (device := _device_of_all(pipe)) is None:
+        return call()
+    given = inspect.signature(original).bind(pipe, *args, **kwargs).arguments.get("generator")
+    generators = [each for each in (given if isinstance(given, list | tuple) else [given]) if each is not None]
+    drawn, states = [each.get_state() for each in generators], random_states(device)
+    try:
+        return call()
+    except torch.OutOfMemoryError as error:
+        if getattr(getattr(pipe, "scheduler", None), "step_index", 1) not in (
+            None,
+            0,
+        ):  # a callback of the program's has seen a step
+            raise
+        failed = error.with_traceback(None)  # its frames hold what the step has computed
+    try:
+        pipe.enable_model_cpu_offload(device=device)
+    except Exception as reason:
+        raise failed from reason
+    for each, state in zip(generators, drawn, strict=True):
+        each.set_state(state)
+    set_random_states(states, device)
+    seam.notes.append(f"{type(pipe).__name__} has no room on {device} for a step, and begins again: {_OFFLOADED}")
+    seam.enter()
+    return call()
+
+
+def _device_of_all(pipe: Any) -> torch.device | None:
+    """The device of all its models; None: there are several, or some are offloaded."""
+    import torch
+
+    from wanshim.adapters.diffusers import offload
+
+    models = [each for each in pipe.components.values() if isinstance(each, torch.nn.Module)]
+    devices = {tensor.device for model in models for tensor in model.parameters()}
+    return None if len(devices) != 1 or any(map(offload.is_offloaded, models)) else devices.pop()
 
 
 def _offload(to: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> torch.device:

@@ -35,11 +35,14 @@ SHARED: WeakKeyDictionary[Any, SharedPipeline] = WeakKeyDictionary()
 _INSIDE = threading.local()
 
 
-def replace_call(bind: Bind) -> Callable[[Callable[..., Any], SeamState], Callable[..., Any]]:
+def replace_call(
+    bind: Bind, around: Callable[..., Any] | None = None
+) -> Callable[[Callable[..., Any], SeamState], Callable[..., Any]]:
     """Makes the replacement of a pipeline's `__call__` from the original and its seam.
 
     Args:
         bind: called with the pipeline and the arguments of the call; raises NotShared if it must run on one GPU.
+        around: called with a function that makes the call, the seam, the original and what that is called with.
     """
 
     def make(original: Callable[..., Any], seam: SeamState) -> Callable[..., Any]:
@@ -52,7 +55,8 @@ def replace_call(bind: Bind) -> Callable[[Callable[..., Any], SeamState], Callab
             outer, _INSIDE.prepare = getattr(_INSIDE, "prepare", None), None
             try:
                 with _inside():
-                    return _share(original, seam, bind, self, *args, **kwargs)
+                    share = functools.partial(_share, original, seam, bind, self, *args, **kwargs)
+                    return share() if around is None else around(share, seam, original, self, *args, **kwargs)
             finally:
                 _INSIDE.prepare = outer
 

@@ -225,6 +225,62 @@ def test_a_pipeline_that_has_no_room_as_a_whole_is_offloaded_and_streamed(
     assert row.calls == 1
 
 
+@pytest.mark.parametrize("generators", ["one", "several", "none"])
+def test_a_call_that_has_no_room_for_its_first_step_begins_again_offloaded(
+    generators: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No GPU is here to fill: the first forward is said to have no room."""
+    made, steps = [], list[int]()
+
+    def callback(pipe: Any, step: int, timestep: Any, given: dict[str, Any]) -> dict[str, Any]:
+        steps.append(step)
+        return {}
+
+    def draws() -> Any:
+        torch.manual_seed(3)
+        some = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
+        return {"one": some[0], "several": some, "none": None}[generators]
+
+    monkeypatch.setenv("WANSHIM_GENERATE", "1")
+    for without_room in (False, True):
+        pipe = wan_pipelines.wan()
+        if without_room:
+            wanshim.activate("none,diffusers.generate")
+            conv, failed = pipe.transformer.patch_embedding, list[int]()
+
+            def fails(module: Any, given: Any, failed: list[int] = failed) -> None:
+                if not failed:
+                    failed.append(1)
+                    raise torch.OutOfMemoryError("CUDA out of memory")
+
+            conv.register_forward_pre_hook(fails)
+        made.append(wan_pipelines.generate(pipe, "wan", prompts=2, generator=draws(), callback_on_step_end=callback))
+        made.append(torch.rand(3))
+    assert torch.equal(made[0], made[2])
+    assert torch.equal(made[1], made[3])
+    assert steps == [*range(len(steps) // 2)] * 2
+    row = wanshim.report().row("diffusers.generate")
+    assert any(
+        note == "WanPipeline has no room on cpu for a step, and begins again: each of its models comes there while it "
+        "computes, as by enable_model_cpu_offload()"
+        for note in row.notes
+    ), row.notes
+
+
+def test_a_call_that_has_no_room_behind_its_first_step_is_the_script_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its callback has seen a step."""
+    monkeypatch.setenv("WANSHIM_GENERATE", "1")
+    wanshim.activate("none,diffusers.generate")
+    pipe = wan_pipelines.wan()
+
+    def callback(pipe: Any, step: int, timestep: Any, given: dict[str, Any]) -> dict[str, Any]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        wan_pipelines.generate(pipe, "wan", callback_on_step_end=callback)
+    assert not hasattr(pipe.transformer, "_hf_hook")
+
+
 def test_a_pipeline_without_room_is_the_script_s_error_where_it_cannot_be_offloaded(
     without_room_for_all: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
