@@ -80,10 +80,8 @@ def call_with_room(
     try:
         return call()
     except torch.OutOfMemoryError as error:
-        if getattr(getattr(pipe, "scheduler", None), "step_index", 1) not in (
-            None,
-            0,
-        ):  # a callback of the program's has seen a step
+        steps = getattr(getattr(pipe, "scheduler", None), "step_index", 1)
+        if steps not in (None, 0):  # a callback of the program's has seen one
             raise
         failed = error.with_traceback(None)  # its frames hold what the step has computed
     try:
