@@ -75,7 +75,8 @@ def call_with_room(
     if seam.settings.generate is None or is_a_rank() or (device := _device_of_all(pipe)) is None:
         return call()
     given = inspect.signature(original).bind(pipe, *args, **kwargs).arguments.get("generator")
-    generators = [each for each in (given if isinstance(given, list | tuple) else [given]) if each is not None]
+    some = given if isinstance(given, list | tuple) else [given]
+    generators = [each for each in some if isinstance(each, torch.Generator)]
     drawn, states = [each.get_state() for each in generators], random_states(device)
     try:
         return call()
