@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import threading
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -16,13 +17,14 @@ import pytest
 import torch
 
 from wanshim.core.resume import state
-from wanshim.core.resume.identity import contents_of, differences, fingerprint, table
+from wanshim.core.resume.identity import contents_of, differences, digest_of, fingerprint, table
 from wanshim.core.resume.state import (
     RunState,
     check_writable,
     forget_partial,
     latest_run,
     new_run,
+    newest_facts,
     newest_state,
     read_state,
     write_state,
@@ -89,8 +91,11 @@ def test_new_run_is_numbered_past_all_others_and_leaves_them(tmp_path: Path) -> 
     for number in (1, 2, 10):
         write_state(tmp_path / f"run-{number}", 1, state_of(number))
     assert latest_run(tmp_path) == tmp_path / "run-10"
+    (tmp_path / "run-30").mkdir()  # begun, and no state was saved
+    (tmp_path / "not-run-40").mkdir()
     anew = new_run(tmp_path)
     assert anew == tmp_path / "run-11"
+    assert new_run(tmp_path / "absent") == tmp_path / "absent" / "run-1"
     for step in (1, 2, 3):
         write_state(anew, step, state_of(step))
     assert names(tmp_path / "run-2") == ["step-00000001.safetensors"]
@@ -385,3 +390,132 @@ def test_saved_tensor_comes_to_the_optimizer_s_device_or_to_the_host_if_it_was_t
     described = flatten({"host": torch.ones(2), "device": torch.ones(2, device="meta")}, "attributes", tensors)
     restore_attributes(optimizer, described, {name: torch.ones(2) for name in tensors})
     assert (vars(optimizer)["host"].device.type, vars(optimizer)["device"].device.type) == ("cpu", "meta")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_disk_that_is_full_when_a_run_begins_refuses_nothing(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**place: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(state, "TemporaryFile", refuse)
+    if number != errno.EIO:
+        check_writable(tmp_path)
+        return
+    with pytest.raises(ResumeInvalid, match="Input/output error"):
+        check_writable(tmp_path)
+
+
+def test_what_a_killed_process_was_writing_goes_and_nothing_else(tmp_path: Path) -> None:
+    forget_partial(tmp_path / "absent")
+    kept = [".step-3", ".other.partial", "step-4.partial"]
+    for name in (*kept, ".step-00000002.abc.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    forget_partial(tmp_path)
+    assert names(tmp_path) == sorted(kept)
+
+
+def test_facts_are_those_of_the_newest_state_of_the_newest_run(tmp_path: Path) -> None:
+    assert newest_facts(tmp_path) is None
+    for run, step in ((1, 9), (2, 3), (2, 4)):
+        facts = {"position": {"step": step}, "identity": {"run": run}, "more": 1}
+        path = write_state(tmp_path / f"run-{run}", step, RunState(facts, {"w": torch.ones(1)}))
+    assert newest_facts(tmp_path) == (path, {"position": {"step": 4}, "identity": {"run": 2}, "more": 1})
+    for damaged in (b"", b"\x02" + bytes(7) + b"[]", path.read_bytes()[:30]):
+        path.write_bytes(damaged)
+        assert newest_facts(tmp_path) == (path, None)
+    write_state(tmp_path / "run-2", 5, RunState({"position": 5, "identity": {}}, {"w": torch.ones(1)}))
+    assert newest_facts(tmp_path) == (tmp_path / "run-2" / "step-00000005.safetensors", None)
+
+
+def test_file_that_is_no_state_is_named_with_what_it_lacks(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    path = tmp_path / "step-00000001.safetensors"
+    for metadata in (None, {"wanshim.state": "{}"}):
+        save_file({"w": torch.ones(1)}, path, metadata)
+        with pytest.raises(ResumeInvalid, match=rf"^{path} is damaged or no state: KeyError"):
+            read_state(path)
+    save_file({"w": torch.ones(1)}, path, {"wanshim.state": "{}", "wanshim.checksum": "0"})
+    with pytest.raises(ResumeInvalid, match=rf"^{path} is damaged: its checksum is another"):
+        read_state(path)
+
+
+def test_bytes_of_a_state_are_those_of_its_tensors_and_facts() -> None:
+    assert RunState({"a": 1}, {"x": torch.ones(3), "y": torch.ones(2, 2).bfloat16()}).bytes == 8 + 12 + 8
+
+
+def test_digest_is_that_of_the_value_whatever_the_order_of_its_keys() -> None:
+    assert digest_of({"a": 1, "b": [2, None]}) == digest_of({"b": [2, None], "a": 1})
+    assert digest_of({"a": 1}) != digest_of({"a": 2})
+    assert digest_of({"a": object()}) == digest_of({"a": object()}) == digest_of({"a": "object"})
+    assert digest_of({"a": object()}) != digest_of({"a": threading.Event()})
+    assert len(digest_of(1)) == len(fingerprint([], values=True)) == 16
+
+
+def test_fingerprint_sees_names_shapes_order_and_some_elements_of_each_tensor() -> None:
+    def of(*tensors: tuple[str, torch.Tensor]) -> str:
+        return fingerprint(tensors, values=True)
+
+    long = torch.zeros(2, 5000)
+    assert of(("w", long)) != of(("v", long))
+    assert of(("w", long)) != of(("w", long.view(5000, 2)))
+    assert of(("w", long), ("v", long)) != of(("v", long), ("w", long))
+    first, last = long.clone(), long.clone()
+    first[0, 0], last[-1, -1] = 1, 1
+    assert of(("w", long)) == of(("w", last)) != of(("w", first)), "a large weight is not read whole"
+    assert of(("w", long.t())) == of(("w", long.t().contiguous()))
+    assert of(("w", torch.nn.Parameter(torch.ones(3).bfloat16()))) != of(("w", torch.zeros(3).bfloat16()))
+
+
+def test_archive_that_is_damaged_counts_by_its_size(tmp_path: Path) -> None:
+    file = tmp_path / "0.pth"
+    torch.save({"w": torch.zeros(2)}, file)
+    file.write_bytes(file.read_bytes()[:-10])
+    assert contents_of(file) == [file.stat().st_size]
+    assert contents_of(tmp_path) == [], "a folder is no file"
+
+
+def test_next_state_waits_for_one_that_is_still_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, order = threading.Event(), []
+
+    def slow(run: Path, step: int, _: RunState) -> None:
+        assert go.wait(60)
+        order.append(step)
+
+    monkeypatch.setattr("wanshim.core.resume.writer.write_state", slow)
+    writer = StateWriter(tmp_path)
+    writer.finish()
+    writer.write(1, {}, {"w": torch.ones(1)})
+    assert (writer.busy, writer.written) == (True, 0)
+    threading.Timer(0.05, go.set).start()
+    writer.write(2, {}, {"w": torch.ones(1)})
+    assert order[0] == 1
+    writer.finish()
+    assert (order, writer.busy, writer.written) == ([1, 2], False, 2)
+
+
+def test_state_is_not_saved_where_the_folder_is_gone_and_the_free_bytes_are_said_to_be_unknown(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    writer = StateWriter(tmp_path / "file" / "run")
+    writer.write(3, {}, {"w": torch.ones(1)})
+    writer.finish()
+    assert writer.written == 0
+    assert "the state of step 3 is not saved" in caplog.text
+    assert "has an unknown number (Not a directory) free" in caplog.text
+
+
+def test_state_of_another_dtype_shape_or_value_is_named_by_its_place() -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    described = flatten({"a": torch.ones(2), "b": torch.ones(1)}, "v", tensors)
+    for value, said in (
+        (torch.ones(2).double(), r"v\.a is torch.float64 \(2,\), not torch.float32 \(2,\)"),
+        (torch.ones(2, 1), r"v\.a is torch.float32 \(2, 1\), not torch.float32 \(2,\)"),
+        (torch.zeros(2), r"v\.a has other values"),
+    ):
+        with pytest.raises(ResumeInvalid, match=f"^After it was loaded, {said}"):
+            check_restored({"a": value, "b": torch.ones(1)}, described, tensors, "v")

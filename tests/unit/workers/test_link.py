@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import threading
@@ -99,6 +100,33 @@ def test_end_that_is_silent_is_named_with_the_limit_on_silence(ends: Ends) -> No
         with pytest.raises(LinkLost, match=r"gave no sign of life for 0\.1 s"):
             ours.receive(limit)
     assert 0.15 < time.monotonic() - begin < BOUND_S / 2
+
+
+def test_end_that_stops_within_a_message_or_sends_no_descriptor_is_silent_too(ends: Ends) -> None:
+    theirs, end = socket.socketpair()
+    ours = Link(end, 0.1)
+    for sent, receive in (
+        (module._HEADER.pack(module._MESSAGE, 9) + b"half", ours.receive),
+        (b"", ours.receive_descriptor),
+        (b"", lambda: ours.receive_bytes(memoryview(bytearray(4)))),
+    ):
+        theirs.sendall(sent)
+        with pytest.raises(LinkLost, match=r"^(gave no sign of life for|did not reply within) 0\.1 s$") as lost:
+            receive()
+        assert not lost.value.is_gone
+    theirs.close()
+
+
+def test_end_without_a_limit_waits_and_a_limit_can_be_taken_away(ends: Ends) -> None:
+    ours, theirs = ends
+    ours.limit_silence(0.01)
+    ours.limit_silence(math.inf)
+    later = threading.Timer(0.1, theirs.send, [("late", 1)])
+    later.start()
+    assert ours.receive() == ("late", 1)
+    later.join()
+    theirs.send("at once")
+    assert ours.receive(0.0) == "at once", "what is here needs no time"
 
 
 def test_end_that_takes_nothing_is_silent_too(ends: Ends) -> None:

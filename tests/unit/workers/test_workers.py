@@ -22,7 +22,7 @@ from tests.unit.workers.forked import forked  # noqa: F401, a fixture
 from wanshim.core.shared import gpus
 from wanshim.core.streaming import HostCopy
 from wanshim.core.streaming.host_copy import bytes_when_streamed
-from wanshim.core.workers import Workers, numerics
+from wanshim.core.workers import Workers, numerics, process
 from wanshim.core.workers import pool as pool_module
 from wanshim.core.workers.mover import file_of_a_store
 from wanshim.core.workers.packing import elements, pack, unpack
@@ -118,6 +118,8 @@ def test_workers_stream_from_one_copy_on_the_host_which_they_map_once():
     x = torch.randn(3, 6)
     with torch.no_grad():
         expected = model(x)
+        assert torch.equal(result(workers, model, x), expected)
+        assert workers.hold(model, host=host, renew=True) == 0
         assert torch.equal(result(workers, model, x), expected)
         host.memory.zero_()
         assert torch.equal(result(workers, model, x), torch.zeros(3, 6))
@@ -327,6 +329,30 @@ def test_a_worker_that_is_about_to_end_is_waited_for():
     finally:
         worker.end()
         os.close(file)
+
+
+@pytest.mark.parametrize(("strange", "status"), [(False, 0), (True, 1)], ids=["closed", "a frame that it awaits not"])
+@pytest.mark.usefixtures("forked")
+def test_a_worker_ends_with_its_link_and_has_an_error_only_where_there_was_one(strange, status):
+    file = file_of_a_store()
+    worker = Worker(file)
+    try:
+        if strange:
+            worker.link.send_bytes(memoryview(b"1"))
+        else:
+            worker.link.close()
+        assert worker.how_it_ended(60.0) == f"ended with status {status}"
+    finally:
+        worker.end()
+        os.close(file)
+
+
+def test_a_worker_knows_that_it_is_one_and_leaves_an_interrupt_to_the_program(pool, model):
+    pool.hold(model)
+    assert result(pool, process.is_worker)
+    assert not process.is_worker()
+    os.kill(pool.pids[0], signal.SIGINT)
+    assert equal(pool, model)
 
 
 @pytest.mark.slow
