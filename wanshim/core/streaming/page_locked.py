@@ -13,7 +13,7 @@ ELSEWHERE = 1 / 8  # of a model's streamed bytes, at most: more than adapters of
 
 
 class PageLocked:
-    """What a `Ring` asks of a `HostCopy`, of weights that stay in their memory: nothing is on its way."""
+    """The interface of a `HostCopy` to a `Ring`, of weights that stay in their memory: nothing is on its way."""
 
     descriptors = ()
     is_settled = True
